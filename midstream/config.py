@@ -1,0 +1,81 @@
+"""Engine configuration: frozen, validated once, never written afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from midstream.errors import InvalidInput
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything one engine needs to start. The command line is made from these fields and their docstrings."""
+
+    model: str
+    """A directory of safetensors in Hugging Face format, or a GGUF file."""
+    dtype: DType = "auto"
+    """auto: what the checkpoint holds (float16 and quantised checkpoints: bfloat16)."""
+    device: str = "cpu"
+    """Any torch device; the fast kernels are for the CPU, the reference operations run everywhere."""
+    tokenizer: str | None = None
+    """Directory of a tokenizer; by default the model's own."""
+    max_model_len: int | None = None
+    """Longest prompt + output; by default the model's own limit, at most 8,192."""
+    block_size: int = 16
+    """Tokens in one KV block. Part of the numerics fingerprint: attention sums block by block."""
+    num_blocks: int | None = None
+    """KV blocks; by default as many as kv_cache_bytes holds."""
+    kv_cache_bytes: int = 1 << 28
+    """Memory for the KV cache when num_blocks is not given."""
+    max_num_seqs: int = 64
+    """Most requests in one step."""
+    max_num_batched_tokens: int = 1024
+    """Token budget of one step; bounds how long a step, and so any call, can take."""
+    enable_prefix_caching: bool = True
+    """Share the KV of equal prefixes under the same weight version."""
+    num_threads: int | None = None
+    """Torch threads of the engine process; by default torch's choice."""
+    weight_transfer_backend: str = "ipc"
+    """Registered name, or module:Class, of the WeightTransferEngine."""
+    update_lease_s: float = 60.0
+    """An open weight update that hears nothing for this long is aborted."""
+    initial_version: str = "0"
+    """Label of the weights loaded at start."""
+    step_log: str | None = None
+    """File that gets one JSON line per step and per commit."""
+    kernels: Literal["auto", "reference"] = "auto"
+    """auto: C++ where a compiler is found. reference: plain torch everywhere."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """For a user's own weight transfer engine: handed to it unread."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_blocks", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name} must be at least 1, got {value}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise InvalidInput(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        if self.block_size % 16:
+            raise InvalidInput(f"block_size must be a multiple of 16, got {self.block_size}")
+        if not self.update_lease_s > 0:
+            raise InvalidInput(f"update_lease_s must be positive, got {self.update_lease_s}")
+        if self.kernels not in ("auto", "reference"):
+            raise InvalidInput(f"kernels must be auto or reference, got {self.kernels!r}")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """From keyword arguments; an unknown name is an error that lists the allowed ones."""
+        allowed = [f.name for f in fields(cls)]
+        unknown = sorted(set(options) - set(allowed))
+        if unknown:
+            raise InvalidInput(f"unknown engine options {', '.join(unknown)}; there are {', '.join(allowed)}")
+        if "model" not in options:
+            raise InvalidInput("model is missing: give a model directory or a GGUF file")
+        return cls(**options)

@@ -1,0 +1,223 @@
+"""The engine core in a process of its own: typed messages over one local socket, msgpack, never pickle.
+
+The child is a fresh interpreter, so nothing of the parent's state leaks in and no script needs an import guard. It
+ends with its parent: its standard input is a pipe whose other end only the parent holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import Any
+
+import msgspec
+import zmq
+
+from midstream.config import EngineConfig
+from midstream.errors import MidstreamError, to_wire
+from midstream.types import RequestIncrement, SamplingParams
+
+_IDLE_POLL_MS = 1000
+_WAITING_POLL_MS = 20
+
+
+class Start(msgspec.Struct, tag=True):
+    """First message to the core. ``path``: the parent's sys.path, for a user's own transfer engine."""
+
+    config: EngineConfig
+    path: list[str]
+
+
+class Add(msgspec.Struct, tag=True):
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str] | None
+
+
+class Call(msgspec.Struct, tag=True):
+    op: int
+    verb: str
+    arguments: dict[str, Any]
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    pass
+
+
+ToCore = Start | Add | Abort | Call | Shutdown
+
+
+class Answer(msgspec.Struct):
+    op: int
+    value: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The core serves; ``status`` is its first one."""
+
+    status: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The core could not start, or had to stop; it ends after this message."""
+
+    error: dict[str, Any]
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """One message per turn at most. Increments come before the answers that refer to them."""
+
+    increments: list[RequestIncrement]
+    answers: list[Answer]
+    refused: list[tuple[str, dict[str, Any]]]
+
+
+FromCore = Ready | Failed | Outputs
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToCore | FromCore) -> bytes:
+    return _encoder.encode(message)
+
+
+to_core_decoder = msgspec.msgpack.Decoder(ToCore)
+from_core_decoder = msgspec.msgpack.Decoder(FromCore)
+
+
+class EngineProcess:
+    """The parent's half: starts the child, owns the socket's address and the child's life."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        # A directory of mode 0700: only this user can reach the socket.
+        self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
+        self.address = f"ipc://{self._directory.name}/core"
+        self.start_message = encode(Start(config, [p for p in sys.path if p] + [os.getcwd()]))
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        """Start the child; it connects to ``address`` (which the caller has bound) and waits for ``start_message``."""
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "midstream.engine.process", self.address],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._child is None else self._child.poll()
+
+    def end(self, timeout_s: float = 5.0) -> None:
+        """Make sure the child is gone: it had its Shutdown message; after ``timeout_s`` it is killed."""
+        if self._child is not None:
+            if self._child.stdin:
+                self._child.stdin.close()
+            try:
+                self._child.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait(timeout_s)
+        self._directory.cleanup()
+
+
+def _end_with_parent(address: str) -> None:
+    """Blocks until the parent's end of standard input closes, then ends this process, whatever it is doing."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1):
+            pass
+    path = address.removeprefix("ipc://")
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(path))
+    os._exit(0)
+
+
+def main(address: str) -> None:
+    """The child. Ends on Shutdown, when the parent is gone, or after an error, which it reports first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it shuts this process down in order
+    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
+    sys.setswitchinterval(0.0005)  # staging must not hold up a step for Python's default 5 ms
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, 2000)
+    socket.connect(address)
+    try:
+        _serve(socket)
+    except Exception as error:
+        if not isinstance(error, MidstreamError):
+            import traceback
+
+            traceback.print_exc()
+        socket.send(encode(Failed(to_wire(error))))
+    finally:
+        socket.close()
+        context.term()
+
+
+def _serve(socket: zmq.Socket[bytes]) -> None:
+    start = to_core_decoder.decode(socket.recv())
+    assert isinstance(start, Start)
+    sys.path.extend(p for p in start.path if p not in sys.path)
+    import torch
+
+    if start.config.num_threads:
+        torch.set_num_threads(start.config.num_threads)
+    from midstream.engine.core import EngineCore
+
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    core = EngineCore(start.config, wake=lambda: os.eventfd_write(wake, 1))
+    socket.send(encode(Ready(core.status())))
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(wake, zmq.POLLIN)
+    refused: list[tuple[str, dict[str, Any]]] = []
+    while True:
+        while socket.poll(0):
+            message = to_core_decoder.decode(socket.recv())
+            match message:
+                case Add():
+                    try:
+                        core.add(message.request_id, message.prompt_token_ids, message.params, message.cache_salt)
+                    except MidstreamError as error:
+                        refused.append((message.request_id, to_wire(error)))
+                case Abort():
+                    core.abort(message.request_ids)
+                case Call():
+                    core.call(message.op, message.verb, message.arguments)
+                case Shutdown():
+                    core.close()
+                    return
+        ran = core.step()
+        outputs = core.take_outputs()
+        if outputs.increments or outputs.replies or refused:
+            answers = [Answer(r.op, r.value, to_wire(r.error) if r.error else None) for r in outputs.replies]
+            socket.send(encode(Outputs(outputs.increments, answers, refused)))
+            refused = []
+        if not ran and not core.has_work:
+            for ready, _ in poller.poll(_WAITING_POLL_MS if core.is_waiting else _IDLE_POLL_MS):
+                if ready == wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(wake)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,98 @@
+"""One step: flat tensors from the plan, the forward, the draw. Owns the KV cache's memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from midstream.models.config import ModelConfig
+from midstream.models.llama import Llama
+from midstream.models.weights import ModelWeights
+from midstream.ops.attention import AttentionMetadata, paged_attention, write_kv
+from midstream.ops.sampling import prompt_logprobs, sample
+from midstream.types import ModelRunnerOutput, SchedulerOutput
+
+_LOGIT_ROWS = 64
+"""Rows of prompt logits held at once: a vocabulary of 150,000 in fp32 is 600 kB a row."""
+
+
+class ModelRunner:
+    """Runs a SchedulerOutput on one device.
+
+    The caches are [layers, B, K, F, S] for keys (tokens innermost: lanes of the kernel) and [layers, B, K, S, F] for
+    values. They start as whatever the memory holds: no slot is read before it was written.
+    """
+
+    def __init__(
+        self, model: Llama, dtype: torch.dtype, device: torch.device, num_blocks: int, block_size: int
+    ) -> None:
+        c = model.config
+        self.model, self.device, self.block_size = model, device, block_size
+        shape = (c.num_layers, num_blocks, c.num_kv_heads)
+        self.key_cache = torch.empty(*shape, c.head_dim, block_size, dtype=dtype, device=device)
+        self.value_cache = torch.empty(*shape, block_size, c.head_dim, dtype=dtype, device=device)
+        self._layers = list(zip(self.key_cache.unbind(0), self.value_cache.unbind(0), strict=True))
+
+    @staticmethod
+    def block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
+        """Memory of one KV block over all layers."""
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput, weights: ModelWeights) -> ModelRunnerOutput:
+        """Copies, forward, draw; returns when the results are on the host."""
+        if plan.block_copies:
+            source, target = (torch.tensor(ids, device=self.device) for ids in zip(*plan.block_copies, strict=True))
+            self.key_cache[:, target] = self.key_cache[:, source]
+            self.value_cache[:, target] = self.value_cache[:, source]
+        requests = plan.requests
+        lengths = [len(r.token_ids) for r in requests]
+        ends = list(itertools.accumulate(lengths, initial=0))
+        size = self.block_size
+        positions: list[int] = []
+        slots: list[int] = []
+        for r, n in zip(requests, lengths, strict=True):
+            blocks = r.block_ids
+            positions.extend(range(r.start, r.start + n))
+            slots.extend(blocks[p // size] * size + p % size for p in range(r.start, r.start + n))
+        width = max(len(r.block_ids) for r in requests)
+        tables = [r.block_ids + [0] * (width - len(r.block_ids)) for r in requests]
+        to = self.device
+        metadata = AttentionMetadata(
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=to),
+            cu_seqlens_q=torch.tensor(ends, dtype=torch.int32, device=to),
+            seq_lens=torch.tensor([r.start + n for r, n in zip(requests, lengths, strict=True)], dtype=torch.int32).to(to),
+            max_seqlen_q=max(lengths),
+            slot_mapping=torch.tensor(slots, device=to),
+        )
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            keys, values = self._layers[layer]
+            assert metadata.slot_mapping is not None
+            write_kv(keys, values, k, v, metadata.slot_mapping)
+            return paged_attention(q, keys, values, metadata, self.model.scale)
+
+        ids = torch.tensor(list(itertools.chain.from_iterable(r.token_ids for r in requests)), device=to)
+        hidden = self.model.forward(weights, ids, torch.tensor(positions, device=to), attend)
+
+        output = ModelRunnerOutput()
+        drawn = [(i, r) for i, r in enumerate(requests) if r.sample]
+        if drawn:
+            rows = torch.tensor([ends[i + 1] - 1 for i, _ in drawn], device=to)
+            tokens = sample(
+                self.model.logits(weights, hidden[rows]),
+                [r.params for _, r in drawn],
+                [r.seed for _, r in drawn],
+                [r.start + len(r.token_ids) for _, r in drawn],
+            )
+            output.sampled = {r.request_id: token for (_, r), token in zip(drawn, tokens, strict=True)}
+        for i, r in enumerate(requests):
+            if r.prompt_targets:
+                found = output.prompt_logprobs[r.request_id] = []
+                count = r.params.prompt_logprobs or 0
+                rows_of = hidden[ends[i] : ends[i] + len(r.prompt_targets)]
+                targets = torch.tensor(r.prompt_targets, device=to)
+                for part, ids_of in zip(rows_of.split(_LOGIT_ROWS), targets.split(_LOGIT_ROWS), strict=True):
+                    found += prompt_logprobs(self.model.logits(weights, part), ids_of, count)
+        return output

@@ -1,0 +1,363 @@
+"""Which requests take part in a step, and with how many tokens.
+
+Live requests stand in order of arrival: first those that run, then those that wait. Preempting moves the border one
+to the left, admitting moves it to the right, so the oldest request is never overtaken and always runs.
+
+    waiting  ──admit──▶  running  ──update──▶  finished
+        ◀────preempt────
+
+A step has one budget of tokens, handed out in that order. A request is missing the tokens between its cursor
+(``num_computed_tokens``) and its end; it gets all of them, or fewer: that is chunked prefill. Decode is missing one.
+A request that gets its last one samples the next.
+
+The n samples of a prompt compute it once: the first prefills all but the prompt's last token, the others wait for it,
+then share its full blocks, copy the partial one and go on from there. The same holds whenever their KV is gone.
+
+The scheduler knows nothing of pauses or updates: it is asked for a step, or it is not. Its calls never overlap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from midstream.errors import InvalidInput
+from midstream.kv.block_pool import BlockPool
+from midstream.kv.manager import KVManager
+from midstream.types import (
+    KV_POLICIES,
+    KVPolicy,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    ScheduledRequest,
+    SchedulerOutput,
+    WeightVersion,
+    extend_spans,
+)
+
+
+class Scheduler:
+    """Owner of every live request and its status."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        version: WeightVersion,
+    ) -> None:
+        self.pool = pool
+        self.kv = KVManager(pool)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.version = version
+        self.live: dict[str, Request] = {}
+        """Every request that has not ended, in order of arrival: ``running`` followed by ``waiting``."""
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self._siblings: dict[str, list[Request]] = {}
+        """The live requests of each parent."""
+        self._num_arrived = 0
+        self.num_sampled_tokens = 0
+        self.num_reprefilled_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.live)
+
+    # ---- requests come and go -------------------------------------------------------------------------------------
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue the n samples of one prompt, all or none.
+
+        Raises ``InvalidInput`` for ids in use and for what could never run, however long it waited.
+        """
+        self._check_admissible(requests)
+        for request in requests:
+            request.arrival = self._num_arrived
+            self._num_arrived += 1
+            self.live[request.request_id] = request
+            self.waiting.append(request)
+        self._siblings[requests[0].parent_id] = list(requests)
+
+    def _check_admissible(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            raise InvalidInput("add needs at least one request")
+        first = requests[0]
+        n, num_prompt, size, blocks = len(requests), first.num_prompt_tokens, self.pool.block_size, self.pool.num_blocks
+        if any((r.parent_id, r.prompt_token_ids) != (first.parent_id, first.prompt_token_ids) for r in requests):
+            raise InvalidInput(f"the samples of request {first.parent_id!r} must have one parent and one prompt")
+        for name in (first.parent_id, *(request.request_id for request in requests)):
+            if name in self.live or name in self._siblings:
+                raise InvalidInput(f"request id {name!r} is in use; wait for its end, or choose another")
+        if len({request.request_id for request in requests}) < n:
+            raise InvalidInput(f"the samples of request {first.parent_id!r} must have different ids")
+        if num_prompt < 1:
+            raise InvalidInput(f"request {first.parent_id!r} has an empty prompt; it needs at least one token")
+        if num_prompt + 1 > self.max_model_len:
+            raise InvalidInput(
+                f"a prompt of {num_prompt} tokens leaves no room to generate: prompt + output may be at most "
+                f"{self.max_model_len} tokens; shorten it"
+            )
+        if n > self.max_num_seqs:
+            raise InvalidInput(f"n = {n} samples never run together: max_num_seqs is {self.max_num_seqs}; lower n")
+        total = max(request.max_total_tokens for request in requests)
+        if not num_prompt < min(request.max_total_tokens for request in requests) <= total <= self.max_model_len:
+            raise InvalidInput(
+                f"max_total_tokens must be more than the prompt's {num_prompt} and at most {self.max_model_len}, "
+                f"got {total}; change max_tokens"
+            )
+        # The last token is sampled and never computed, so it needs no KV.
+        needed = max(self.pool.blocks_for(total - 1), self.pool.blocks_for(num_prompt) + n - 1)
+        if needed > blocks:
+            raise InvalidInput(
+                f"request {first.parent_id!r} needs {needed} KV blocks of {size} tokens for a prompt of {num_prompt}, "
+                f"n = {n} and up to {total} tokens, the cache has {blocks}: shorten it, lower n, or raise num_blocks"
+            )
+
+    def abort(self, ids: Iterable[str] | None) -> list[Request]:
+        """End requests by parent or child id (None: all) and return them in order of arrival; unknown ids are ignored.
+
+        They keep the tokens made so far. The step in flight may still contain them: ``update`` then skips them.
+        """
+        return self._end(ids, RequestStatus.FINISHED_ABORTED)
+
+    def fail(self, ids: Iterable[str] | None) -> list[Request]:
+        """As ``abort``, for requests the engine could not serve."""
+        return self._end(ids, RequestStatus.FINISHED_ERROR)
+
+    def _end(self, ids: Iterable[str] | None, status: RequestStatus) -> list[Request]:
+        if ids is None:
+            ended = list(self.live.values())
+        else:
+            found: dict[str, Request] = {}
+            for name in ids:
+                for request in self._siblings.get(name) or filter(None, [self.live.get(name)]):
+                    found[request.request_id] = request
+            ended = sorted(found.values(), key=lambda request: request.arrival)
+        for request in ended:
+            self._finish(request, status)
+        if ended:
+            self._forget_finished()
+        return ended
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        self.kv.release(request)
+        del self.live[request.request_id]
+        siblings = self._siblings[request.parent_id]
+        siblings.remove(request)
+        if not siblings:
+            del self._siblings[request.parent_id]
+
+    def _forget_finished(self) -> None:
+        self.running = [request for request in self.running if not request.status.is_finished]
+        self.waiting = deque(request for request in self.waiting if not request.status.is_finished)
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step. It must be run and handed to ``update`` (or its requests ended) before the next is planned.
+
+        The plan shares block tables with the requests: read them, and only until the next call.
+        """
+        plan = SchedulerOutput()
+        num_promised = 0  # blocks of samples that wait for their prompt; an admission must leave them alone
+        index = 0
+        while plan.num_tokens < self.max_num_batched_tokens:
+            if index == len(self.running) and not self._admit(num_promised):
+                break
+            request = self.running[index]
+            if not self._schedule_request(request, plan):
+                if request.status is RequestStatus.PREEMPTED:
+                    break  # it was the latest itself
+                shared = (request.num_prompt_tokens - 1) // self.pool.block_size
+                num_promised += self.pool.blocks_for(request.num_tokens) - shared
+            index += 1
+        return plan
+
+    def _schedule_request(self, request: Request, plan: SchedulerOutput) -> bool:
+        """Give ``request`` its share of the step. False if it gets none: it waits for a sibling, or was preempted."""
+        start, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
+        siblings = self._siblings[request.parent_id]
+        reuse = None
+        if start == 0:
+            reuse = self.kv.find_reuse(request, siblings, self.version.number)
+            if reuse is None:
+                return False
+            self.kv.share(request, reuse)
+            start = reuse.num_tokens
+        end = min(request.num_tokens, start + self.max_num_batched_tokens - plan.num_tokens)
+        if start < num_prompt - 1 < end and self.kv.is_awaited(request, siblings, self.version.number):
+            end = num_prompt - 1  # all but the last token; next step the siblings take it from here, all at once
+
+        # The latest arrival gives way. It is not in the plan yet, nor is it the source of a copy: both are earlier
+        # than this request.
+        while not self.kv.grow(request, end):
+            latest = self.running.pop()
+            self._preempt(latest)
+            if latest is request:
+                return False
+
+        if reuse is not None:
+            plan.block_copies += self.kv.adopt(request, reuse, self.version.number)
+        num_again = max(0, min(end, request.num_dropped_tokens) - start)
+        plan.num_reprefilled_tokens += num_again
+        plan.num_tokens += end - start
+        scheduled = ScheduledRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids[start:end],
+            start=start,
+            block_ids=request.block_ids,
+            sample=end == request.num_tokens,
+            seed=request.seed,
+            params=request.params,
+        )
+        if request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < num_prompt - 1:
+            scheduled.prompt_targets = request.token_ids[start + 1 : min(end + 1, num_prompt)]
+        plan.requests.append(scheduled)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.kv.drop(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _admit(self, num_promised: int) -> bool:
+        """Let the head of the queue run if there is room: one preempted request, or all n samples of a new one."""
+        if not self.waiting:
+            return False
+        head = self.waiting[0]
+        siblings = self._siblings[head.parent_id]
+        group = [head] if head.status is RequestStatus.PREEMPTED else siblings
+        reuse = self.kv.find_reuse(head, siblings, self.version.number)
+        if reuse is None or len(self.running) + len(group) > self.max_num_seqs:
+            return False
+        # Cached blocks that nobody holds are free too, until this request takes them.
+        num_new = self.pool.blocks_for(head.num_tokens) - len(reuse.block_ids) + self.pool.count_free(reuse.block_ids)
+        if num_new + len(group) - 1 > self.pool.num_free - num_promised:
+            return False
+        for request in group:
+            self.waiting.popleft()
+            self.running.append(request)
+            request.status = RequestStatus.RUNNING
+        return True
+
+    # ---- what a step made -----------------------------------------------------------------------------------------
+
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[Request]:
+        """Take a step's results. Returns the requests that got a token or finished, each once.
+
+        A request that was ended after ``schedule`` is skipped, also if its id is in use again.
+        """
+        changed = []
+        num_finished = 0
+        for scheduled in plan.requests:
+            request = self.live.get(scheduled.request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            start = scheduled.start
+            end = start + len(scheduled.token_ids)
+            self.kv.computed(request, self.version.number, start, end)
+            if start < request.num_dropped_tokens:
+                num_again = min(end, request.num_dropped_tokens) - start
+                request.num_reprefilled_tokens += num_again
+                self.num_reprefilled_tokens += num_again
+            if scheduled.prompt_targets:
+                num_known = len(request.prompt_logprobs) - start
+                request.prompt_logprobs += result.prompt_logprobs[request.request_id][max(0, num_known) :]
+            if not scheduled.sample:
+                continue
+            token = result.sampled[request.request_id]
+            extend_spans(request.version_spans, self.version, request.num_output_tokens)
+            request.token_ids.append(token.token_id)
+            request.output_logprobs.append((token.raw_logprob, token.processed_logprob))
+            request.output_ranks.append(token.rank)
+            request.output_top_logprobs.append(token.top)
+            self.num_sampled_tokens += 1
+            changed.append(request)
+            if token.token_id in request.stop_token_ids:
+                self._finish(request, RequestStatus.FINISHED_STOPPED)
+                num_finished += 1
+            elif request.num_tokens == request.max_total_tokens:
+                self._finish(request, RequestStatus.FINISHED_LENGTH)
+                num_finished += 1
+        if num_finished:
+            self._forget_finished()
+        return changed
+
+    # ---- the weights change ---------------------------------------------------------------------------------------
+
+    def commit(self, version: WeightVersion, policy: KVPolicy) -> None:
+        """From the next step on the weights are ``version``. Live requests go on: ``recompute`` drops their KV,
+        ``keep`` lets them continue on it. The prefix cache needs nothing: no later request looks under the old number.
+
+        Raises ``InvalidInput``, and changes nothing, for an unknown policy or a number that does not grow.
+        """
+        if policy not in KV_POLICIES:
+            raise InvalidInput(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {policy!r}")
+        if version.number <= self.version.number:
+            raise InvalidInput(f"version numbers must grow: {version.number} after {self.version.number}")
+        for request in self.live.values():
+            if policy == "recompute":
+                self.kv.drop(request)
+            else:
+                self.kv.keep(request)
+        self.version = version
+
+    def drop_kv(self) -> None:
+        """Every live request loses its KV and the prefix cache is emptied. The version stays."""
+        for request in self.live.values():
+            self.kv.drop(request)
+        self.pool.reset_cache()
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and nothing done, while a live request holds blocks."""
+        if self.pool.num_used:
+            return False
+        self.pool.reset_cache()
+        return True
+
+    def oldest_has_progressed(self) -> bool:
+        """There is no live request, or the oldest one has sampled a token since the last commit.
+
+        Whoever commits only when this holds lets the oldest request, and so every request, come to its end.
+        """
+        oldest = next(iter(self.live.values()), None)
+        if oldest is None:
+            return True
+        return bool(oldest.version_spans) and oldest.version_spans[-1].number == self.version.number
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` with the reason unless all state agrees. Call between steps, not within one."""
+        requests = list(self.live.values())
+        if [*self.running, *self.waiting] != requests or list(self.live) != [r.request_id for r in requests]:
+            raise AssertionError("running followed by waiting is not the list of live requests in order of arrival")
+        if sorted(requests, key=lambda request: request.arrival) != requests:
+            raise AssertionError("live requests are out of order")
+        if any(request.status is not RequestStatus.RUNNING for request in self.running):
+            raise AssertionError("a request that does not run is among the running ones")
+        if len(self.running) > self.max_num_seqs:
+            raise AssertionError(f"{len(self.running)} requests run, max_num_seqs is {self.max_num_seqs}")
+        for request in self.waiting:
+            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.block_ids:
+                raise AssertionError(f"{request.request_id} waits as {request.status} and holds {request.block_ids}")
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.parent_id, []).append(request)
+        if groups != self._siblings:
+            raise AssertionError("the table of siblings is not that of the live requests")
+        self.kv.check_integrity(requests)

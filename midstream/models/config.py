@@ -1,0 +1,114 @@
+"""What a decoder needs to know of its checkpoint: one frozen dataclass, read from config.json or from GGUF metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import ModelLoadError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (Llama 3.1 model card): long wavelengths slowed, a smooth band between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Geometry and switches of one dense decoder."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    """Bias on q, k and v (Qwen2; Llama's switch)."""
+    output_bias: bool = False
+    """Bias on the attention output too (Llama's attention_bias has it, Qwen2 not)."""
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "float32"
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """From a Hugging Face config.json (and generation_config.json, whose eos ids are added).
+
+        Raises ModelLoadError for an architecture or a feature that is not here, naming it.
+        """
+        names = data.get("architectures") or []
+        architecture = names[0] if names else f"(none; model_type {data.get('model_type')!r})"
+        if architecture not in ARCHITECTURES:
+            raise ModelLoadError(
+                f"architecture {architecture} is not supported; this build has {', '.join(ARCHITECTURES)}"
+            )
+        if data.get("hidden_act", "silu") != "silu":
+            raise ModelLoadError(f"hidden_act {data['hidden_act']!r} is not supported; this build has silu")
+        if data.get("mlp_bias"):
+            raise ModelLoadError("mlp_bias is not supported")
+        if data.get("use_sliding_window"):
+            raise ModelLoadError("use_sliding_window is not supported; export the model without it")
+        if data.get("quantization_config"):
+            raise ModelLoadError("quantised checkpoints are not supported; give the unquantised one")
+        missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size") if key not in data]
+        if missing:
+            raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
+        rope = dict(data.get("rope_scaling") or data.get("rope_parameters") or {})
+        theta = float(data.get("rope_theta") or rope.get("rope_theta") or 10_000.0)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        scaling = None
+        if kind == "llama3":
+            scaling = RopeScaling(
+                float(rope["factor"]),
+                float(rope["low_freq_factor"]),
+                float(rope["high_freq_factor"]),
+                int(rope["original_max_position_embeddings"]),
+            )
+        elif kind != "default":
+            raise ModelLoadError(f"rope scaling {kind!r} is not supported; this build has default and llama3")
+        heads = int(data["num_attention_heads"])
+        qwen2 = architecture == "Qwen2ForCausalLM"
+        bias = bool(data.get("attention_bias", qwen2))
+        eos: list[int] = []
+        for source in (data, generation or {}):
+            value = source.get("eos_token_id")
+            eos += [value] if isinstance(value, int) else list(value or [])
+        dtype = data.get("dtype") or data.get("torch_dtype") or "float32"
+        return cls(
+            architecture=architecture,
+            hidden_size=int(data["hidden_size"]),
+            intermediate_size=int(data["intermediate_size"]),
+            num_layers=int(data["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(data.get("num_key_value_heads") or heads),
+            head_dim=int(data.get("head_dim") or int(data["hidden_size"]) // heads),
+            vocab_size=int(data["vocab_size"]),
+            max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
+            rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
+            attention_bias=bias,
+            output_bias=bias and architecture == "LlamaForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            rope_scaling=scaling,
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+            bos_token_id=data.get("bos_token_id"),
+            dtype=str(dtype).removeprefix("torch."),
+        )

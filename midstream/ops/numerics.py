@@ -1,0 +1,33 @@
+"""The numerics fingerprint: everything that decides the bits of a log-probability beside weights and tokens.
+
+Two processes with equal fingerprints give equal bits. They exchange it when a weight channel is opened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from midstream.ops import cpu
+from midstream.ops.layers import packing_available
+
+
+def fingerprint(dtype: torch.dtype, block_size: int) -> dict[str, Any]:
+    """Plain data, compared for equality."""
+    library = cpu.library()
+    return {
+        "attention": "reference" if library is None else str(library._name).rsplit("/", 1)[-1],
+        "linear": "packed" if packing_available() else "plain",
+        "torch": torch.__version__,
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "block_size": block_size,
+        "tp_size": 1,
+    }
+
+
+def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Empty where they agree; else what differs, for ``exact: no (...)``."""
+    keys = sorted(set(ours) | set(theirs))
+    return ", ".join(f"{k}: {ours.get(k)} / {theirs.get(k)}" for k in keys if ours.get(k) != theirs.get(k))

@@ -1,0 +1,131 @@
+"""Sampling and THE log-probability function, shared by the engine and the trainer.
+
+Randomness is a function of (seed, absolute position): one uniform per token, inverse transform in the order of token
+ids. Nothing else (neighbours, time, preemption, pause) can change what is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from midstream.types import SampledToken, SamplingParams, mix64
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """One uniform in [0, 1) per (seed, position), fp32 with 24 random bits: SplitMix64 as a counter-based generator."""
+    x = np.array([mix64(seed) for seed in seeds], dtype=np.uint64) ^ np.array(positions, dtype=np.uint64)
+    for _ in range(2):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
+
+
+def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Logits [R, V] with everything outside top-k and top-p (both [R]) at -inf; ties go to the lower id.
+
+    top_p keeps the smallest set of most likely tokens whose probability reaches it, counted within the top k.
+    """
+    ranked, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    vocab = logits.shape[-1]
+    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    rank = torch.arange(vocab, device=logits.device)
+    ranked = ranked.masked_fill(rank >= limit[:, None], -torch.inf)
+    p = torch.softmax(ranked, -1)
+    before = torch.cumsum(p, -1) - p
+    keep = (before < top_p[:, None]) | (rank == 0) | (top_p >= 1)[:, None]
+    ranked = ranked.masked_fill(~keep, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter(-1, order, ranked)
+
+
+def processed_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Logits [R, V] of the distribution really sampled from: temperature, then top-k, then top-p. T = 0 rows: as is."""
+    if any(p.temperature not in (0, 1) for p in params):
+        temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=logits.dtype, device=logits.device)
+        logits = logits / temperature[:, None]
+    rows = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1)]
+    if rows:
+        index = torch.tensor(rows, device=logits.device)
+        top_k = torch.tensor([params[i].top_k for i in rows], device=logits.device)
+        top_p = torch.tensor([params[i].top_p for i in rows], dtype=logits.dtype, device=logits.device)
+        logits = logits.index_copy(0, index, truncate(logits[index], top_k, top_p))
+    return logits
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Log-probability [R] of token_ids [R] under logits [R, V] (fp32). The one function both sides use."""
+    return torch.log_softmax(logits, -1).gather(-1, token_ids[:, None]).squeeze(-1)
+
+
+def processed_logprobs(logits: torch.Tensor, ids: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Log-probability [R] of ids under the distribution sampled from; greedy rows are certain: 0."""
+    out = token_logprobs(processed_logits(logits, params), ids)
+    if any(p.temperature == 0 for p in params):
+        greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
+        out = torch.where(greedy, 0.0, out)
+    return out
+
+
+def draw(logprobs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Inverse transform: first id [R] whose cumulative probability exceeds u [R], in the order of ids."""
+    cumulative = torch.cumsum(torch.exp(logprobs), -1)
+    total = cumulative[:, -1:]
+    target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def _top(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    values, ids = torch.topk(logprobs, min(count, logprobs.shape[-1]))
+    return list(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> list[SampledToken]:
+    """Draw one token per row of logits [R, V] (fp32).
+
+    ``positions`` are the absolute positions (prompt + output) of the tokens to be drawn. Every result carries the
+    raw and the processed log-probability of that very token.
+    """
+    raw = torch.log_softmax(logits, -1)
+    plain = all(p.temperature == 1 and p.top_k <= 0 and p.top_p >= 1 for p in params)
+    processed = raw if plain else torch.log_softmax(processed_logits(logits, params), -1)
+    ids = draw(processed, uniforms(seeds, positions).to(logits.device))
+    if not plain:
+        greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
+        ids = torch.where(greedy, logits.argmax(-1), ids)
+    column = ids[:, None]
+    raw_values = raw.gather(-1, column).squeeze(-1).tolist()
+    values = raw_values
+    if not plain:
+        values = torch.where(greedy, 0.0, processed.gather(-1, column).squeeze(-1)).tolist()
+    drawn = [SampledToken(*row) for row in zip(ids.tolist(), raw_values, values, strict=True)]
+    wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
+    if wanted:
+        index = torch.tensor(wanted, device=logits.device)
+        ranks = ((logits[index] > logits[index].gather(-1, column[index])).sum(-1) + 1).tolist()
+        for i, rank in zip(wanted, ranks, strict=True):
+            drawn[i].rank = rank
+            count = params[i].logprobs
+            if count:
+                source = raw if params[i].logprobs_mode == "raw_logprobs" else processed
+                drawn[i].top = _top(source[i], count)
+    return drawn
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, count: int
+) -> list[tuple[float, int, list[tuple[int, float]]]]:
+    """(raw logprob, rank, top ``count``) of each target [R] under its logits row [R, V]."""
+    logprobs = torch.log_softmax(logits, -1)
+    column = targets[:, None]
+    values = logprobs.gather(-1, column).squeeze(-1).tolist()
+    ranks = ((logits > logits.gather(-1, column)).sum(-1) + 1).tolist()
+    return [
+        (value, rank, _top(row, count) if count else [])
+        for value, rank, row in zip(values, ranks, logprobs, strict=True)
+    ]

@@ -1,0 +1,310 @@
+"""AsyncLLM: the engine core in its own process, driven from asyncio. Streams, pause, and the weight verbs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from midstream.config import EngineConfig
+from midstream.engine.process import (
+    Abort,
+    Add,
+    Call,
+    EngineProcess,
+    Failed,
+    Outputs,
+    Ready,
+    Shutdown,
+    ToCore,
+    encode,
+    from_core_decoder,
+)
+from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire
+from midstream.serving.outputs import OutputBuilder, Prompt, prompt_ids
+from midstream.serving.text import Text
+from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
+
+_START_TIMEOUT_S = 600.0
+_VERB_TIMEOUT_S = 120.0
+_PAUSE_TIMEOUT_S = 15.0
+"""For calls that end within 5 s plus the step in flight."""
+
+
+class _Stream:
+    """One request's place in the front end: its output so far and who waits for news."""
+
+    __slots__ = ("builder", "error", "news")
+
+    def __init__(self, builder: OutputBuilder) -> None:
+        self.builder = builder
+        self.news = asyncio.Event()
+        self.error: MidstreamError | None = None
+
+
+class AsyncLLM:
+    """``async with AsyncLLM(model=…) as llm`` or ``llm = AsyncLLM(…); await llm.start()``; close with ``aclose()``.
+
+    Takes the fields of EngineConfig. Belongs to one event loop. If the core dies, every open stream and call raises
+    EngineDead, and so does every later one.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_options({"model": model, **options})
+        self.text = Text(self.config.tokenizer or self.config.model)
+        self._process = EngineProcess(self.config)
+        self._streams: dict[str, _Stream] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ops = itertools.count(1)
+        self._dead: MidstreamError | None = None
+        self._started: asyncio.Future[dict[str, Any]] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._pidfd = -1
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def start(self, timeout_s: float = _START_TIMEOUT_S) -> dict[str, Any]:
+        """Start the core and wait until it serves; its first status. Raises what kept it from starting."""
+        if self._started is None:
+            loop = asyncio.get_running_loop()
+            self._started = loop.create_future()
+            self._context = zmq.asyncio.Context()
+            self._socket = self._context.socket(zmq.PAIR)
+            self._socket.set_hwm(0)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(self._process.address)
+            self._process.launch()
+            self._pidfd = os.pidfd_open(self._process.pid)
+            loop.add_reader(self._pidfd, self._process_ended)
+            self._reader = loop.create_task(self._read())
+            await self._socket.send(self._process.start_message)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._started), timeout_s)
+        except TimeoutError as error:
+            await self.aclose()
+            raise TimedOut(f"the engine did not start within {timeout_s} s") from error
+
+    async def aclose(self) -> None:
+        """Shut the core down: every open stream ends with EngineDead. Bounded; may be called twice."""
+        if self._socket is None or self._socket.closed:
+            return
+        with contextlib.suppress(zmq.ZMQError):
+            await self._socket.send(encode(Shutdown()))
+        self._fail_all(EngineDead("the engine was closed"))
+        loop = asyncio.get_running_loop()
+        if self._pidfd >= 0:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        await loop.run_in_executor(None, self._process.end)
+        if self._reader:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._socket.close()
+        assert self._context is not None
+        self._context.term()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -- generation --------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the cumulative output after each step that changed it; the last one has ``finished``.
+
+        The object is the same one each time and goes on growing: copy what must not change. Leaving the loop early
+        aborts the request. Raises EnginePaused (retry later), InvalidInput or EngineDead.
+        """
+        params = sampling_params or SamplingParams()
+        await self.start()
+        self._check_alive()
+        text, ids = prompt_ids(prompt, self.text)
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        if request_id in self._streams:
+            raise InvalidInput(f"request id {request_id!r} is in use; choose another")
+        stream = _Stream(OutputBuilder(request_id, text, ids, params, self.text if params.detokenize else None))
+        self._streams[request_id] = stream
+        try:
+            await self._send(Add(request_id, ids, params, cache_salt))
+            while not stream.builder.output.finished:
+                await stream.news.wait()
+                stream.news.clear()
+                if stream.error is not None:
+                    raise stream.error
+                yield stream.builder.output
+        finally:
+            self._streams.pop(request_id, None)
+            if not stream.builder.output.finished and stream.error is None and self._dead is None:
+                self._post(Abort([request_id]))
+
+    async def generate_one(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
+    ) -> RequestOutput:
+        """The finished output alone: one message from the core per sample."""
+        params = dataclasses.replace(params, final_only=True, detokenize=False)
+        output: RequestOutput | None = None
+        async with contextlib.aclosing(self.generate(prompt_token_ids, params, request_id)) as stream:
+            async for output in stream:
+                pass
+        assert output is not None
+        return output
+
+    async def abort(self, request_id: str) -> None:
+        await self._send(Abort([request_id]))
+
+    # -- verbs -------------------------------------------------------------------------------------------------
+
+    async def pause_generation(
+        self, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        limit = _PAUSE_TIMEOUT_S if mode != "wait" else None if timeout_s is None else timeout_s + _PAUSE_TIMEOUT_S
+        return await self._call(
+            "pause_generation", limit, mode=mode, clear_cache=clear_cache, timeout_s=timeout_s
+        )
+
+    async def resume_generation(self) -> dict[str, Any]:
+        return await self._call("resume_generation", _PAUSE_TIMEOUT_S)
+
+    async def is_paused(self) -> bool:
+        return bool((await self._call("is_paused", _PAUSE_TIMEOUT_S))["is_paused"])
+
+    async def init_weight_transfer_engine(self, request: dict[str, Any]) -> dict[str, Any]:
+        return await self._call("init_weight_transfer_engine", request=request)
+
+    async def start_weight_update(
+        self, manifest: dict[str, Any] | None = None, mode: str = "full", cast: str = "deny"
+    ) -> dict[str, Any]:
+        return await self._call("start_weight_update", manifest=manifest, mode=mode, cast=cast)
+
+    async def update_weights(self, request: dict[str, Any]) -> dict[str, Any]:
+        return await self._call("update_weights", request=request)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, kv_policy: KVPolicy | None = None
+    ) -> dict[str, Any]:
+        return await self._call("finish_weight_update", weight_version=weight_version, kv_policy=kv_policy)
+
+    async def abort_weight_update(self) -> dict[str, Any]:
+        return await self._call("abort_weight_update")
+
+    async def shutdown_weight_transfer_engine(self) -> dict[str, Any]:
+        return await self._call("shutdown_weight_transfer_engine")
+
+    async def reset_prefix_cache(self) -> dict[str, Any]:
+        return await self._call("reset_prefix_cache")
+
+    async def abort_requests(self, request_ids: list[str] | None = None) -> dict[str, Any]:
+        return await self._call("abort_requests", request_ids=request_ids)
+
+    async def status(self) -> dict[str, Any]:
+        return await self._call("status", _PAUSE_TIMEOUT_S)
+
+    async def weight_digests(self) -> dict[str, Any]:
+        return await self._call("weight_digests")
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    async def _call(self, verb: str, limit_s: float | None = _VERB_TIMEOUT_S, /, **arguments: Any) -> dict[str, Any]:
+        await self.start()
+        self._check_alive()
+        op = next(self._ops)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[op] = future
+        try:
+            await self._send(Call(op, verb, arguments))
+            return await asyncio.wait_for(future, limit_s)
+        except TimeoutError as error:
+            if isinstance(error, MidstreamError):
+                raise
+            raise TimedOut(f"the engine did not answer {verb} within {limit_s} s") from error
+        finally:
+            self._calls.pop(op, None)
+
+    async def _send(self, message: ToCore) -> None:
+        self._check_alive()
+        assert self._socket is not None
+        await self._socket.send(encode(message))
+
+    def _post(self, message: ToCore) -> None:
+        """Send without waiting: the socket's queue is unbounded, so this completes at once."""
+        assert self._socket is not None
+        future = self._socket.send(encode(message))
+        if future is not None:
+            asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    async def _read(self) -> None:
+        assert self._socket is not None
+        while True:
+            self._take(await self._socket.recv())
+
+    def _take(self, frame: bytes) -> None:
+        message = from_core_decoder.decode(frame)
+        match message:
+            case Outputs():
+                for increment in message.increments:
+                    stream = self._streams.get(increment.parent_id)
+                    if stream is not None:
+                        stream.builder.add(increment)
+                        stream.news.set()
+                for request_id, error in message.refused:
+                    if request_id in self._streams:
+                        self._streams[request_id].error = from_wire(error)
+                        self._streams[request_id].news.set()
+                for answer in message.answers:
+                    future = self._calls.get(answer.op)
+                    if future is None or future.done():
+                        continue
+                    if answer.error is not None:
+                        future.set_exception(from_wire(answer.error))
+                    else:
+                        future.set_result(answer.value or {})
+            case Ready():
+                if self._started is not None and not self._started.done():
+                    self._started.set_result(message.status)
+            case Failed():
+                self._fail_all(from_wire(message.error))
+
+    def _process_ended(self) -> None:
+        """The core's process is gone: take what it still managed to say, then fail everything that waits."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+
+        async def last_words() -> None:
+            await asyncio.sleep(0.05)
+            self._fail_all(EngineDead(f"the engine process ended (exit code {self._process.exit_code}); start a new one"))
+
+        self._last_words = loop.create_task(last_words())
+
+    def _fail_all(self, error: MidstreamError) -> None:
+        self._dead = self._dead or error
+        for stream in self._streams.values():
+            stream.error = self._dead
+            stream.news.set()
+        for future in [*self._calls.values(), self._started]:
+            if future is not None and not future.done():
+                future.set_exception(self._dead)
+

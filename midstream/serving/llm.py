@@ -1,0 +1,152 @@
+"""LLM: the engine in this process, synchronous, vLLM's shapes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from midstream.config import EngineConfig
+from midstream.engine.core import EngineCore
+from midstream.errors import Conflict, InvalidInput, TimedOut
+from midstream.serving.outputs import OutputBuilder, Prompt, prompt_ids
+from midstream.serving.text import Text
+from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
+
+_TURN_WAIT_S = 0.02
+_VERB_TIMEOUT_S = 300.0
+
+
+class LLM:
+    """An engine without a server or a second process: for scripts, evaluation and tests.
+
+    ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig. One thread at a time may call it.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_options({"model": model, **options})
+        if self.config.num_threads:
+            torch.set_num_threads(self.config.num_threads)
+        self._turn = threading.Event()
+        self.core = EngineCore(self.config, wake=self._turn.set)
+        self.text = Text(self.config.tokenizer or self.config.model)
+        self._ops = itertools.count(1)
+        self._ids = itertools.count()
+        self._answers: dict[int, Any] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs in the order of the prompts.
+
+        A refused prompt raises before any of the others has run. During a keep pause this raises Conflict: nothing
+        in this process could resume it.
+        """
+        if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        if not isinstance(sampling_params, (list, tuple)):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)  # type: ignore[list-item]
+        if len(sampling_params) != len(prompts):
+            raise InvalidInput(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for each")
+        if self.core.protocol.state == 2:
+            raise Conflict(f"the engine is paused (mode {self.core.protocol.mode!r}): call resume_generation() first")
+        builders: dict[str, OutputBuilder] = {}
+        try:
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                text, ids = prompt_ids(prompt, self.text)  # type: ignore[arg-type]
+                request_id = str(next(self._ids))
+                self.core.add(request_id, ids, params)
+                builders[request_id] = OutputBuilder(request_id, text, ids, params, self.text)
+            while not all(b.output.finished for b in builders.values()):
+                self._advance(builders)
+        except BaseException:
+            self.core.abort(list(builders))
+            self.core.take_outputs()
+            raise
+        return [b.output for b in builders.values()]
+
+    def chat_prompt(self, messages: list[dict[str, str]], **kwargs: Any) -> dict[str, list[int]]:
+        """Messages → a prompt for :meth:`generate`, by the model's chat template."""
+        return {"prompt_token_ids": self.text.apply_chat_template(messages, **kwargs)}
+
+    def pause_generation(
+        self, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        return self._call("pause_generation", mode=mode, clear_cache=clear_cache, timeout_s=timeout_s)
+
+    def resume_generation(self) -> dict[str, Any]:
+        return self._call("resume_generation")
+
+    def is_paused(self) -> bool:
+        return bool(self._call("is_paused")["is_paused"])
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> dict[str, Any]:
+        """{"init_info": {…}}: open the channel; the reply is what the trainer's half needs, and our fingerprint."""
+        return self._call("init_weight_transfer_engine", request=request)
+
+    def start_weight_update(
+        self, manifest: dict[str, Any] | None = None, mode: str = "full", cast: str = "deny"
+    ) -> dict[str, Any]:
+        return self._call("start_weight_update", manifest=manifest, mode=mode, cast=cast)
+
+    def update_weights(self, request: dict[str, Any]) -> dict[str, Any]:
+        """{"update_info": {…}}: one chunk."""
+        return self._call("update_weights", request=request)
+
+    def finish_weight_update(
+        self, weight_version: str | None = None, kv_policy: KVPolicy | None = None
+    ) -> dict[str, Any]:
+        return self._call("finish_weight_update", weight_version=weight_version, kv_policy=kv_policy)
+
+    def abort_weight_update(self) -> dict[str, Any]:
+        return self._call("abort_weight_update")
+
+    def shutdown_weight_transfer_engine(self) -> dict[str, Any]:
+        return self._call("shutdown_weight_transfer_engine")
+
+    def reset_prefix_cache(self) -> dict[str, Any]:
+        return self._call("reset_prefix_cache")
+
+    def status(self) -> dict[str, Any]:
+        return self._call("status")
+
+    def close(self) -> None:
+        """End the engine's threads and free its memory."""
+        self.core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _advance(self, builders: dict[str, OutputBuilder]) -> None:
+        ran = self.core.step()
+        outputs = self.core.take_outputs()
+        for increment in outputs.increments:
+            if increment.parent_id in builders:
+                builders[increment.parent_id].add(increment)
+        for reply in outputs.replies:
+            self._answers[reply.op] = reply
+        if not ran and not self.core.has_work:
+            self._turn.wait(_TURN_WAIT_S)
+            self._turn.clear()
+
+    def _call(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        op = next(self._ops)
+        self.core.call(op, verb, arguments)
+        deadline = time.monotonic() + _VERB_TIMEOUT_S
+        while op not in self._answers:
+            self._advance({})
+            if time.monotonic() > deadline:
+                raise TimedOut(f"{verb} did not end within {_VERB_TIMEOUT_S} s")
+        reply = self._answers.pop(op)
+        if reply.error is not None:
+            raise reply.error
+        return reply.value  # type: ignore[no-any-return]

@@ -1,0 +1,96 @@
+"""Text at the edge: tokenizers, chat templates, and turning a growing list of ids into text for people.
+
+Ids are never re-encoded: text is decoded once, increment by increment.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from midstream.errors import InvalidInput
+
+
+class Text:
+    """A model's tokenizer. Loaded on first use: a client that speaks token ids never pays for it."""
+
+    def __init__(self, source: str | pathlib.Path) -> None:
+        """``source``: a directory with tokenizer files, or a GGUF file that carries its tokenizer."""
+        self._source = pathlib.Path(source).expanduser()
+        self._fast: Any = None
+        self._full: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        """Text → ids, with the special tokens the tokenizer itself adds."""
+        return list(self._backend().encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids → text, special tokens left out."""
+        return str(self._backend().decode(ids, skip_special_tokens=True))
+
+    def token(self, token_id: int) -> str:
+        """One id as text, special tokens included."""
+        return str(self._backend().decode([token_id], skip_special_tokens=False))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: Any) -> list[int]:
+        """Messages → prompt ids, ready for the assistant's turn."""
+        tokenizer = self.tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidInput(f"the tokenizer at {self._source} has no chat template; give prompts instead of messages")
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **kwargs})
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer (chat templates, GGUF vocabularies)."""
+        if self._full is None:
+            from transformers import AutoTokenizer  # seconds of import, so only where it is needed
+
+            try:
+                if self._source.is_file():
+                    self._full = AutoTokenizer.from_pretrained(str(self._source.parent), gguf_file=self._source.name)
+                else:
+                    self._full = AutoTokenizer.from_pretrained(str(self._source))
+            except (OSError, ValueError) as error:
+                raise InvalidInput(f"no tokenizer at {self._source}: {error}; give tokenizer= or token ids") from error
+        return self._full
+
+    def _backend(self) -> Any:
+        if self._fast is None:
+            file = self._source / "tokenizer.json"
+            if self._full is None and self._source.is_dir() and file.is_file():
+                from tokenizers import Tokenizer
+
+                self._fast = Tokenizer.from_file(str(file))
+            else:
+                self._fast = self.tokenizer().backend_tokenizer
+        return self._fast
+
+
+class Detokenizer:
+    """Text of one growing output. What was handed out never changes: bytes of an unfinished character are held back.
+
+    Each call decodes only a short window: the ids since the last complete word boundary and a few before it, for
+    tokenizers whose decoding depends on the neighbour.
+    """
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._ids: list[int] = []
+        self._prefix = 0  # start of the window
+        self._read = 0  # ids before this are in ``out`` already
+        self.out = ""
+
+    def add(self, ids: list[int]) -> None:
+        self._ids += ids
+        before = self._text.decode(self._ids[self._prefix : self._read])
+        after = self._text.decode(self._ids[self._prefix :])
+        if len(after) > len(before) and not after.endswith("\ufffd"):
+            self.out += after[len(before) :]
+            self._prefix, self._read = self._read, len(self._ids)
+
+    def finish(self) -> str:
+        """The whole text, an unfinished character included."""
+        before = self._text.decode(self._ids[self._prefix : self._read])
+        self.out += self._text.decode(self._ids[self._prefix :])[len(before) :]
+        self._prefix = self._read = len(self._ids)
+        return self.out

@@ -1,0 +1,364 @@
+"""The nouns of midstream, as plain data. No torch here.
+
+Shapes in this project's docstrings use one legend: T tokens, D hidden, H query heads, K kv heads, F head dim,
+V vocabulary, B blocks, S block size, R requests (or rows).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from midstream.errors import InvalidInput
+
+PauseMode = Literal["abort", "wait", "keep"]
+PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
+KVPolicy = Literal["recompute", "keep"]
+KV_POLICIES: tuple[KVPolicy, ...] = ("recompute", "keep")
+FinishReason = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+MAX_SEED = (1 << 63) - 1
+_U64 = (1 << 64) - 1
+
+
+def mix64(x: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014): a bijection on 64 bits."""
+    x = (x + 0x9E3779B97F4A7C15) & _U64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
+    return x ^ (x >> 31)
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of child ``index`` of n samples; child 0 has the request's own seed, so n=1 and n=8 agree on it."""
+    return seed if index == 0 else mix64(seed ^ mix64(index)) & MAX_SEED
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. The scheduler is the only writer."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.name.startswith("FINISHED")
+
+
+class PauseState(enum.IntEnum):
+    """What may be scheduled: everything, only requests accepted before the pause, or nothing."""
+
+    UNPAUSED = 0
+    PAUSED_NEW = 1
+    PAUSED_ALL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """The weights an engine holds.
+
+    ``number`` counts commits in this engine and is never used twice; ``label`` is the trainer's string; ``weights_id``
+    is the hash over the sorted digests of all tensors held, the same in every engine that holds the same bytes.
+    """
+
+    number: int
+    label: str
+    weights_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersionSpan:
+    """Output tokens [start, end) were sampled under ``version`` (the label) = commit ``number``."""
+
+    version: str
+    number: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParamMeta:
+    """A tensor by its checkpoint name, before any byte of it: torch's dtype name without the prefix, and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; vLLM's names and defaults.
+
+    Raises ``InvalidInput`` for any value out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy; then top_k and top_p have no effect and the processed logprob is 0."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: no limit."""
+    max_tokens: int | None = 16
+    """None: up to the model's length."""
+    seed: int | None = None
+    """63 bits. Without one the engine chooses, and returns it."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: no logprobs in the output. k: the sampled token's, and the k most likely ones."""
+    prompt_logprobs: int | None = None
+    """As ``logprobs``, for the prompt; such a request takes no prefix-cache hit."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """raw: log-softmax of the model's logits. processed: of the distribution really sampled from."""
+    detokenize: bool = True
+    final_only: bool = False
+    """One output at the end instead of a stream of increments."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _integer("n", self.n, 1, None)
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise InvalidInput(f"{name} must be a finite number, got {value!r}")
+        if self.temperature < 0:
+            raise InvalidInput(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise InvalidInput(f"top_p must be in (0, 1], got {self.top_p}")
+        _integer("top_k", self.top_k, -1, None)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, 20)
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+        if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            raise InvalidInput(
+                f"logprobs_mode must be raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}"
+            )
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInput(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise InvalidInput(f"{name} must be >= {low}{'' if high is None else f' and <= {high}'}, got {value}")
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence being generated. Mutable, owned by the scheduler, never leaves the core.
+
+    Of n samples each is a ``Request`` with the same ``parent_id`` and its ``index``. ``num_computed_tokens`` is the
+    one cursor: KV for positions [0, num_computed_tokens) stands in ``block_ids``.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    """prompt + output may not grow beyond this (max_tokens and the model's length)."""
+    stop_token_ids: frozenset[int] = frozenset()
+    parent_id: str = ""
+    index: int = 0
+    cache_salt: str = ""
+    arrival: int = -1
+    """Order of admission into the engine, set by the scheduler; never changes, so it is also the priority."""
+    status: RequestStatus = RequestStatus.WAITING
+    token_ids: list[int] = field(default_factory=list)
+    """prompt followed by output; set from prompt_token_ids at creation."""
+    output_logprobs: list[tuple[float, float]] = field(default_factory=list)
+    """(raw, processed) of each sampled token."""
+    output_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For ``params.logprobs`` = k > 0: the k most likely (id, logprob) of each step, in the request's mode."""
+    output_ranks: list[int] = field(default_factory=list)
+    """1 = the sampled token was the most likely one."""
+    prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] = field(default_factory=list)
+    """For prompt positions 1..: (logprob, rank, top k)."""
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache at first admission."""
+    num_reprefilled_tokens: int = 0
+    """Tokens computed again because a commit or a preemption dropped their KV."""
+    num_dropped_tokens: int = 0
+    """Most positions whose KV was ever lost to a commit or a preemption: below it, computing means computing again."""
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain of this request's full blocks under ``hash_root``."""
+    hash_root: tuple[int, str] | None = None
+    """(version number, cache salt) that block_hashes were computed under."""
+    version_spans: list[WeightVersionSpan] = field(default_factory=list)
+    kv_spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """(version number, start, end): which positions of the KV now held were computed under which version."""
+    kv_kept: bool = False
+    """Crossed a commit with its KV kept: publishes nothing until a full recompute, and reports kv_versions."""
+    kv_history: list[tuple[int, int, int]] = field(default_factory=list)
+    """kv_spans of every life of the KV since the first kept commit; what ``kv_versions`` reports."""
+    num_sent_tokens: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+        if not self.parent_id:
+            self.parent_id = self.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """One request's share of a step: ``token_ids`` at positions [start, start + len) with KV in ``block_ids``."""
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    block_ids: list[int]
+    sample: bool
+    """The last of these tokens is the newest one, so the step samples its successor."""
+    seed: int
+    params: SamplingParams
+    prompt_targets: list[int] = field(default_factory=list)
+    """For prompt logprobs: the token that follows each scheduled position, as far as it lies in the prompt."""
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's plan, plain data. ``block_copies`` (source, destination) are done before the forward."""
+
+    requests: list[ScheduledRequest] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    num_tokens: int = 0
+    num_reprefilled_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.requests
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """What the sampler drew for one request: raw and processed logprob of that very token, its rank, the top k."""
+
+    token_id: int
+    raw_logprob: float
+    processed_logprob: float
+    rank: int = 0
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """A step's results by request id; requests in the middle of a prefill have no entry in ``sampled``."""
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[tuple[float, int, list[tuple[int, float]]]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RequestIncrement:
+    """What the core reports of one request after a step: the tokens not reported yet, and the end if it is over."""
+
+    parent_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[tuple[float, float]]
+    top_logprobs: list[list[tuple[int, float]]]
+    ranks: list[int]
+    weight_versions: list[WeightVersionSpan]
+    """All spans so far, from output token 0."""
+    seed: int
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] | None = None
+    kv_versions: list[tuple[int, int, int]] | None = None
+    num_cached_tokens: int = 0
+    num_reprefilled_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Logprob:
+    """vLLM's shape: one candidate's log-probability."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of a request."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per output token: {token id: Logprob}; the sampled token is always the first entry."""
+    token_logprobs: list[float] = field(default_factory=list)
+    """Of the sampled tokens, in the request's logprobs_mode; always filled."""
+    processed_logprobs: list[float] = field(default_factory=list)
+    """Of the sampled tokens under the distribution really sampled from; always filled. What a trainer needs."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    weight_versions: list[WeightVersionSpan] = field(default_factory=list)
+    kv_versions: list[tuple[int, int, int]] | None = None
+    """(version number, start, end) over positions of prompt + output, in the order computed; None where every
+    position was computed under the version that sampled on it."""
+    seed: int = 0
+    num_cached_tokens: int = 0
+    num_reprefilled_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """vLLM's shape: a prompt and its n completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def extend_spans(spans: list[WeightVersionSpan], version: WeightVersion, position: int) -> None:
+    """Record in place that output token ``position`` (the next one) was made under ``version``."""
+    if spans and spans[-1].number == version.number:
+        last = spans[-1]
+        spans[-1] = WeightVersionSpan(last.version, last.number, last.start, position + 1)
+    else:
+        spans.append(WeightVersionSpan(version.label, version.number, position, position + 1))
+
+
+def versions_of(spans: Sequence[WeightVersionSpan]) -> list[int]:
+    """The version number of every token the spans cover, token by token."""
+    return [span.number for span in spans for _ in range(span.start, span.end)]

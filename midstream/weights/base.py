@@ -1,0 +1,221 @@
+"""The two halves of a weight transfer, what they need from each other, and where they are looked up.
+
+    trainer process                                        engine process
+    WeightSource ─▶ TrainerWeightTransferEngine            WeightTransferEngine ─▶ (name, tensor) ─▶ staging
+                        │  init, start, update*, finish        ▲
+                        └── WeightTransferClient ── verbs ─────┘       bytes go beside the verbs, as the backend likes
+
+A backend moves bytes and nothing else: it never sees the model, live memory or the update's state, so it can not
+break the transaction. To add one, write the two classes and register them, or name them as "module:Class".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
+
+from torch import Tensor
+
+from midstream.errors import InvalidInput
+from midstream.types import KVPolicy
+from midstream.types import ParamMeta as ParamMeta
+from midstream.weights.manifest import from_source
+from midstream.weights.session import CastPolicy as CastPolicy
+from midstream.weights.session import UpdateMode as UpdateMode
+from midstream.weights.source import ModuleSource as ModuleSource
+from midstream.weights.source import WeightSource as WeightSource
+
+T = TypeVar("T")
+
+
+class WeightTransferClient(Protocol):
+    """The engine's weight verbs as a trainer calls them: synchronous, plain dicts, each under a time limit of its own.
+
+    A verb that fails raises one of ``midstream.errors``. The trainer's threads share it: an abort may be called while
+    ``update_weights`` waits.
+    """
+
+    def init_weight_transfer_engine(self, request: dict[str, Any], /) -> dict[str, Any]:
+        """``{"init_info": {...}}`` → the worker half's reply."""
+
+    def start_weight_update(
+        self, *, manifest: dict[str, Any] | None = None, mode: UpdateMode = "full", cast: CastPolicy = "deny"
+    ) -> dict[str, Any]:
+        """→ ``{"session_id", "lease_s", ...}``."""
+
+    def update_weights(self, request: dict[str, Any], /) -> dict[str, Any]:
+        """``{"update_info": {...}}`` → ``{"received", "bytes"}``, once the engine has read the whole chunk."""
+
+    def finish_weight_update(
+        self, *, weight_version: str | None = None, kv_policy: KVPolicy | None = None
+    ) -> dict[str, Any]:
+        """→ ``{"updated", "of", "bytes", "version", ...}``, once the new weights serve."""
+
+    def abort_weight_update(self) -> dict[str, Any]:
+        """→ ``{"aborted": session id or None}``."""
+
+
+class WeightTransferEngine(ABC):
+    """The worker half: turns an ``update_info`` into tensors. Lives in the engine process, in one thread at a time."""
+
+    init_info_cls: ClassVar[type[Any]]
+    """Dataclass of what ``init_transfer_engine`` takes; checks its own values in ``__post_init__``."""
+    update_info_cls: ClassVar[type[Any]]
+    """Dataclass of what ``receive_weights`` takes. A field ``update``, if it has one, names the update's session."""
+
+    def __init__(self, params: Mapping[str, ParamMeta], extra: Mapping[str, Any]) -> None:
+        """``params``: what the engine holds, by checkpoint name. ``extra``: ``EngineConfig.extra``, as given."""
+        self.params = params
+        self.extra = extra
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: Any) -> dict[str, Any]:
+        """Open the channel; the reply reaches the trainer half. May be called again, by a trainer that came back."""
+
+    @abstractmethod
+    def receive_weights(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
+        """The chunk's tensors, valid until the iterator is exhausted or dropped: whoever keeps one copies it.
+
+        Raises ``InvalidInput`` or ``WeightUpdateError`` for an ``update_info`` that does not describe a chunk.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Let go of the channel. May be called twice."""
+
+    @classmethod
+    def parse_init_info(cls, data: Mapping[str, Any]) -> Any:
+        """A dict as ``init_info_cls``; ``InvalidInput`` if it does not fit."""
+        return parse_info(cls.init_info_cls, data)
+
+    @classmethod
+    def parse_update_info(cls, data: Mapping[str, Any]) -> Any:
+        """A dict as ``update_info_cls``; ``InvalidInput`` if it does not fit."""
+        return parse_info(cls.update_info_cls, data)
+
+
+class TrainerWeightTransferEngine(ABC):
+    """The trainer half. A backend writes ``trainer_init`` and ``transfer``; the transaction around them is here."""
+
+    def __init__(self, client: WeightTransferClient, source: WeightSource) -> None:
+        self.client = client
+        self.source = source
+
+    @classmethod
+    @abstractmethod
+    def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
+        """Open the channel with the engine behind ``client``."""
+
+    @abstractmethod
+    def transfer(self, session_id: str) -> None:
+        """Send every tensor of ``self.source`` in any number of ``update_weights`` calls; return when all replied."""
+
+    def send_weights(
+        self,
+        weight_version: str | None = None,
+        kv_policy: KVPolicy | None = None,
+        mode: UpdateMode = "full",
+        manifest: bool = True,
+    ) -> dict[str, Any]:
+        """One whole update: start, transfer, finish. Returns the reply of finish.
+
+        ``manifest`` costs one more pass over the source and lets the engine prove that it received these very bytes.
+        After any failure the update is aborted, the engine serves what it served, and the error is raised.
+        """
+        listed = from_source(self.source).to_dict() if manifest else None
+        session = self.client.start_weight_update(manifest=listed, mode=mode)
+        try:
+            self.transfer(session["session_id"])
+            return self.client.finish_weight_update(weight_version=weight_version, kv_policy=kv_policy)
+        except BaseException as error:
+            try:
+                self.client.abort_weight_update()
+            except Exception as second:
+                # The first error is the one that explains; the lease ends what the abort could not.
+                error.add_note(f"the abort after it failed too ({second}): the update ends with its lease")
+            raise
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Let go of the channel. May be called twice."""
+
+
+def parse_info(cls: type[T], data: Mapping[str, Any]) -> T:
+    """``data`` as the dataclass ``cls``; ``InvalidInput`` names what is missing and what is unknown."""
+    if not isinstance(data, Mapping):
+        raise InvalidInput(f"{cls.__name__} is made from a dict, got {type(data).__name__}")
+    fields = [field for field in dataclasses.fields(cast(Any, cls)) if field.init]
+    unknown = sorted(map(str, set(data) - {field.name for field in fields}))
+    optional = (dataclasses.MISSING, dataclasses.MISSING)
+    missing = [f.name for f in fields if f.name not in data and (f.default, f.default_factory) == optional]
+    if unknown or missing:
+        raise InvalidInput(
+            f"{cls.__name__}: unknown {unknown}, missing {missing}; the fields are {[field.name for field in fields]}"
+        )
+    try:
+        return cls(**data)
+    except TypeError as error:
+        raise InvalidInput(f"{cls.__name__}: {error}") from error
+
+
+class Registry(Generic[T]):
+    """Backends of one half by name. A name that was given as "module:Class" is imported when it is first looked up."""
+
+    def __init__(self, base: type[T], builtin: Mapping[str, str]) -> None:
+        self._base = base
+        self._entries: dict[str, type[T] | str] = dict(builtin)
+
+    def register(self, name: str, entry: type[T] | str) -> None:
+        """Add a class, or "module:Class". It holds in this process only: an engine that runs in a process of its own
+        is configured with "module:Class" instead. ``InvalidInput`` for a name that is taken."""
+        if name in self._entries:
+            raise InvalidInput(
+                f"{self._base.__name__} {name!r} is registered already; names are {sorted(self._entries)}"
+            )
+        if not name or ":" in name:
+            raise InvalidInput(f"a backend's name must not be empty or hold a colon, got {name!r}")
+        self._entries[name] = self._checked(entry, name) if isinstance(entry, type) else _path(entry)
+
+    def lookup(self, key: str | type[T]) -> type[T]:
+        """The class for a registered name, a class, or "module:Class"; ``InvalidInput`` if there is none."""
+        if isinstance(key, type):
+            return self._checked(key, key.__name__)
+        entry = _path(key) if ":" in key else self._entries.get(key)
+        if entry is None:
+            raise InvalidInput(
+                f"unknown {self._base.__name__} {key!r}: known are {sorted(self._entries)}, or name one as module:Class"
+            )
+        return self._checked(self._load(entry) if isinstance(entry, str) else entry, key)
+
+    def _load(self, path: str) -> object:
+        module, _, name = path.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise InvalidInput(f"{self._base.__name__} {path!r} can not be loaded: {error}") from error
+
+    def _checked(self, found: object, key: str) -> type[T]:
+        if not (isinstance(found, type) and issubclass(found, self._base)):
+            raise InvalidInput(f"{key!r} is {found!r}, which is not a subclass of {self._base.__name__}")
+        return found
+
+
+def _path(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not module or not name.isidentifier():
+        raise InvalidInput(f"a class is named as module:Class, got {text!r}")
+    return text
+
+
+# abstract classes as arguments for a type are what a registry is about; mypy allows them to no one
+worker_engines: Registry[WeightTransferEngine] = Registry(
+    WeightTransferEngine,  # type: ignore[type-abstract]
+    {"ipc": "midstream.weights.ipc:IPCWeightTransferEngine"},
+)
+trainer_engines: Registry[TrainerWeightTransferEngine] = Registry(
+    TrainerWeightTransferEngine,  # type: ignore[type-abstract]
+    {"ipc": "midstream.weights.ipc:IPCTrainerWeightTransferEngine"},
+)

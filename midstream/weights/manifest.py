@@ -1,0 +1,50 @@
+"""Names for bytes: the digest of a tensor, the id of a set of weights, the manifest of a source."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from midstream.weights.packing import dtype_name, torch_dtype
+from midstream.weights.session import WeightManifest as WeightManifest
+from midstream.weights.source import WeightSource, paired
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256, in hex, over dtype, shape and elements in row-major order (little-endian, as every machine we run on).
+
+    Reads a contiguous CPU tensor in place, and lets other Python threads run meanwhile.
+    """
+    value = hashlib.sha256(f"{dtype_name(tensor.dtype)} {list(tensor.shape)}\n".encode())
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.numel():
+        value.update(flat.view(torch.uint8).numpy().data)
+    return value.hexdigest()
+
+
+def weights_id(digests: Mapping[str, str]) -> str:
+    """The id of a set of weights: SHA-256 over its (name, digest) pairs, sorted. Same bytes, same id, in any engine.
+
+    For weights with tied names, give each storage once, under its owner's name (``UpdateSession.held_digests``).
+    """
+    value = hashlib.sha256()
+    for name, one in sorted(digests.items()):
+        value.update(f"{name}\0{one}\n".encode())
+    return value.hexdigest()
+
+
+def from_source(source: WeightSource) -> WeightManifest:
+    """One pass over ``source``: every tensor hashed in the dtype in which it is to be sent."""
+    metas, digests = [], []
+    for meta, tensor in paired(source):
+        metas.append(meta)
+        digests.append(digest(tensor.to(torch_dtype(meta.dtype))))
+    return WeightManifest(
+        names=tuple(meta.name for meta in metas),
+        dtype_names=tuple(meta.dtype for meta in metas),
+        shapes=tuple(meta.shape for meta in metas),
+        digests=tuple(digests),
+    )

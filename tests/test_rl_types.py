@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from midstream.errors import InvalidInput
+from midstream.rl.types import MicroBatch, Rollout, derive_seed, eval_seed, group_seed
+from midstream.types import MAX_SEED, WeightVersionSpan
+
+
+def rollout(group: int = 0, index: int = 0, length: int = 3, spans: list[tuple[str, int, int]] | None = None) -> Rollout:
+    spans = spans if spans is not None else [("0", 0, length)]
+    return Rollout(
+        group=group,
+        index=index,
+        prompt_token_ids=[1, 2],
+        output_token_ids=list(range(length)),
+        logprobs=[-0.5] * length,
+        spans=[WeightVersionSpan(label, i, start, end) for i, (label, start, end) in enumerate(spans)],
+        seed=0,
+        finish_reason="stop",
+        reward=1.0,
+    )
+
+
+def test_versions_are_read_from_the_spans() -> None:
+    r = rollout(length=5, spans=[("3", 0, 2), ("4", 2, 3), ("6", 3, 5)])
+    assert r.policy_versions == [3, 3, 4, 6, 6]
+    assert r.oldest_version == 3
+    assert r.spans_versions and not rollout().spans_versions
+
+
+@pytest.mark.parametrize("spans", [[("0", 0, 2)], [("0", 0, 1), ("1", 2, 3)], [("0", 0, 2), ("1", 1, 3)], [], [("0", 0, 4)]])
+def test_every_token_has_exactly_one_version(spans: list[tuple[str, int, int]]) -> None:
+    with pytest.raises(InvalidInput, match="malformed"):
+        rollout(length=3, spans=spans)
+
+
+def test_a_foreign_label_is_an_error_that_says_so() -> None:
+    with pytest.raises(InvalidInput, match="'mine'"):
+        _ = rollout(spans=[("mine", 0, 3)]).oldest_version
+
+
+def test_seeds_are_a_function_of_run_purpose_and_index() -> None:
+    seeds = {f(run, i) for f in (group_seed, eval_seed) for run in range(20) for i in range(50)}
+    assert len(seeds) == 2 * 20 * 50
+    assert all(0 <= s <= MAX_SEED for s in seeds)
+    assert group_seed(7, 3) == derive_seed(7, "group", 3) == group_seed(7, 3)
+    assert group_seed(0, 0) == 4213953867150706405  # pinned: an old run must stay reproducible
+
+
+def test_neighbours_of_a_group_share_their_prompt() -> None:
+    batch = MicroBatch([rollout(0, 0), rollout(0, 1), rollout(1, 0)], [0.0, 0.0, 0.0])
+    assert [(prompt, len(completions)) for prompt, completions in batch.sequences()] == [([1, 2], 2), ([1, 2], 1)]
