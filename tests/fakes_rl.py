@@ -135,6 +135,8 @@ class FakeTransfer(TrainerWeightTransferEngine):
                 raise OSError("the channel broke")
             self.client.update_weights({"update_info": {name: tensor.clone()}})
 
+    def shutdown(self) -> None: ...
+
 
 class FakeEngineClient:
     """An ``EngineClient`` that samples from a table, token by token, so that commits land in the middle of requests.
@@ -163,6 +165,7 @@ class FakeEngineClient:
         self.max_running = 0
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._staged: dict[str, Tensor] | None = None
+        self._logprobs: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
@@ -211,10 +214,14 @@ class FakeEngineClient:
     def _draw(self, row: int, params: SamplingParams, seed: int, position: int) -> tuple[int, float]:
         if params.temperature == 0:
             return int(self.table[row].argmax()), 0.0
-        logprobs = next_logprobs(self.table, torch.tensor([row]), params.temperature)[0]
+        key = (self.version.number, params.temperature)
+        if key not in self._logprobs:
+            logprobs = next_logprobs(self.table, torch.arange(2 * VOCAB), params.temperature)
+            self._logprobs[key] = (logprobs, logprobs.exp().cumsum(1))
+        logprobs, cumulative = self._logprobs[key]
         uniform = mix64(seed ^ mix64(position)) / 2**64
-        token = int(torch.searchsorted(logprobs.exp().cumsum(0), torch.tensor(uniform)).clamp(max=VOCAB - 1))
-        return token, float(logprobs[token])
+        token = min(int(torch.searchsorted(cumulative[row], uniform)), VOCAB - 1)
+        return token, float(logprobs[row, token])
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -282,9 +282,13 @@ def test_a_silent_engine_ends_in_a_timeout_and_the_buffer_is_not_reused_before_i
     assert not engine.session.is_open
     with pytest.raises(TimedOut):  # still reading
         trainer.send_weights()
+    engine.start_weight_update(mode="partial")
+    (late,) = [future for future in trainer._reading if future is not None]
     engine.gate.set()
-    until(lambda: all(future is None or future.done() for future in trainer._reading))
-    trainer.send_weights("v1")  # the late chunk went to an update that is over, and was refused
+    assert isinstance(late.exception(10), UpdateConflict)  # it belongs to an update that is over
+    assert engine.session.is_open and engine.session.summary()["updated"] == 0
+    engine.abort_weight_update()
+    trainer.send_weights("v1")
     assert holds(engine, w1) and engine.version == "v1"
 
 
@@ -389,6 +393,12 @@ def test_a_buffer_can_not_be_shrunk_or_mistaken(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="can not be opened"):
         SharedBuffer.open(path, peer.identity)
     assert peer.data[7] == 42  # freed with the last holder, not the first
+    buffer.close()
+    fds = num_fds()
+    dropped = SharedBuffer.create(4096)
+    assert num_fds() == fds + 2  # one for the trainer to find, one of the mapping
+    del dropped
+    assert num_fds() == fds
 
 
 def test_no_linux_and_no_memory_are_said_at_init(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +419,8 @@ def test_no_linux_and_no_memory_are_said_at_init(monkeypatch: pytest.MonkeyPatch
 
 
 def test_case_040_200_updates_keep_fds_and_memory_flat() -> None:
+    gc.collect()  # trainers of other tests
+    until(lambda: not any("weight-transfer" in thread.name for thread in threading.enumerate()))
     engine = FakeEngine(random_weights(0))
     sources = [DictSource(random_weights(seed)) for seed in (1, 2)]
     trainer = connect(engine, sources[0])

@@ -283,6 +283,21 @@ def test_unknown_names_modes_and_casts() -> None:
         s.record([record("lora_A")])
 
 
+def test_what_a_manifest_lists_must_arrive_under_that_name() -> None:
+    s = session(tied={"head": "embed"})
+    s.start(0.0, mode="partial", manifest=manifest(["a.q", "a.k"]))
+    s.record([record("a.q")])
+    with pytest.raises(WeightUpdateError, match=r"never received: a\.k") as error:
+        s.verify()
+    assert error.value.tensors == ["a.k"]
+    both = {**manifest(["embed", "head"]), "digests": [d("same")] * 2}
+    s.start(0.0, mode="partial", manifest=both)
+    s.record([TensorRecord("embed", d("same"), 16)])
+    with pytest.raises(WeightUpdateError) as error:
+        s.verify()
+    assert error.value.tensors == ["head"]
+
+
 @pytest.mark.parametrize(
     ("names", "changes", "tensors"),
     [

@@ -1,6 +1,6 @@
 """The engine core: one loop, one thread. Commands are taken between two steps; nothing interrupts a step.
 
-    ┌─▶ finished staging jobs ─▶ time limits ─▶ protocol.boundary ─▶ actions ─▶ one step (if allowed) ─▶ outputs ─┐
+    ┌─▶ finished staging jobs ─▶ protocol.boundary ─▶ actions ─▶ time limits ─▶ one step (if allowed) ─▶ outputs ─┐
     └───────────────────────────────── commands (add, abort, verbs) between two turns ◀──────────────────────────┘
 
 ``protocol`` decides pauses and commits, ``scheduler`` owns the requests, ``session`` the update, ``worker`` weights
@@ -183,7 +183,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """A step would run now, or a boundary has something to decide."""
+        """The next turn has something to do: staging results to take, or a step to run."""
         return bool(self.worker.completed) or (self.protocol.may_step and self.scheduler.has_unfinished)
 
     @property
@@ -196,8 +196,8 @@ class EngineCore:
         while self.worker.completed:
             done = self.worker.completed.popleft()
             self._jobs.pop(done.job)(done)
-        self._watch_clock()
         self._act(self.protocol.boundary(self._facts()))
+        self._watch_clock()  # after the boundary: what is complete now is not late
         if not self.protocol.may_step or not self.scheduler.has_unfinished:
             if not self.scheduler.has_unfinished and not self._is_checked:
                 self.scheduler.check_integrity()

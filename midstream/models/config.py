@@ -112,3 +112,38 @@ class ModelConfig:
             bos_token_id=data.get("bos_token_id"),
             dtype=str(dtype).removeprefix("torch."),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json that :meth:`from_hf` and transformers read back as this config."""
+        rope: dict[str, Any] = {}
+        if self.rope_scaling is not None:
+            s = self.rope_scaling
+            rope["rope_scaling"] = {
+                "rope_type": "llama3",
+                "factor": s.factor,
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_position_embeddings,
+            }
+        eos = list(self.eos_token_ids)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            **rope,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_bias": self.attention_bias,
+            "eos_token_id": eos[0] if len(eos) == 1 else eos,
+            "bos_token_id": self.bos_token_id,
+            "dtype": self.dtype,
+        }

@@ -69,13 +69,13 @@ class PagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, key_cache, value_cache, metadata: AttentionMetadata, scale: float):  # type: ignore[no-untyped-def,override]
         ctx.save_for_backward(q, key_cache, value_cache)
-        ctx.metadata, ctx.scale = metadata, scale
+        ctx.layout, ctx.scale = metadata, scale
         return paged_attention(q, key_cache, value_cache, metadata, scale)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
         q, key_cache, value_cache = ctx.saved_tensors
-        meta: AttentionMetadata = ctx.metadata
+        meta: AttentionMetadata = ctx.layout
         num_requests, width = meta.block_tables.shape
         _, num_kv_heads, head_dim, block_size = key_cache.shape
         group = q.shape[1] // num_kv_heads

@@ -142,7 +142,7 @@ class AsyncLLM:
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if request_id in self._streams:
             raise InvalidInput(f"request id {request_id!r} is in use; choose another")
-        stream = _Stream(OutputBuilder(request_id, text, ids, params, self.text if params.detokenize else None))
+        stream = _Stream(OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None))
         self._streams[request_id] = stream
         try:
             await self._send(Add(request_id, ids, params, cache_salt))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,16 +37,19 @@ class LLM:
         self._ops = itertools.count(1)
         self._ids = itertools.count()
         self._answers: dict[int, Any] = {}
+        self._open: dict[str, OutputBuilder] = {}
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_step: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
-        A refused prompt raises before any of the others has run. During a keep pause this raises Conflict: nothing
-        in this process could resume it.
+        ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
+        weights midstream. A refused prompt raises before any of the others has run. While the engine is paused, or
+        where ``on_step`` leaves it so, this raises Conflict: nothing in this process could resume it.
         """
         if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
@@ -54,21 +57,26 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)  # type: ignore[list-item]
         if len(sampling_params) != len(prompts):
             raise InvalidInput(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for each")
-        if self.core.protocol.state == 2:
-            raise Conflict(f"the engine is paused (mode {self.core.protocol.mode!r}): call resume_generation() first")
-        builders: dict[str, OutputBuilder] = {}
+        self._check_running()
+        builders = self._open = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 text, ids = prompt_ids(prompt, self.text)  # type: ignore[arg-type]
                 request_id = str(next(self._ids))
                 self.core.add(request_id, ids, params)
-                builders[request_id] = OutputBuilder(request_id, text, ids, params, self.text)
+                builders[request_id] = OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None)
+            steps = 0
             while not all(b.output.finished for b in builders.values()):
-                self._advance(builders)
+                if self._advance() and on_step is not None:
+                    steps += 1
+                    on_step(steps)
+                    self._check_running()
         except BaseException:
             self.core.abort(list(builders))
             self.core.take_outputs()
             raise
+        finally:
+            self._open = {}
         return [b.output for b in builders.values()]
 
     def chat_prompt(self, messages: list[dict[str, str]], **kwargs: Any) -> dict[str, list[int]]:
@@ -126,24 +134,29 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _advance(self, builders: dict[str, OutputBuilder]) -> None:
+    def _advance(self) -> bool:
         ran = self.core.step()
         outputs = self.core.take_outputs()
         for increment in outputs.increments:
-            if increment.parent_id in builders:
-                builders[increment.parent_id].add(increment)
+            if increment.parent_id in self._open:
+                self._open[increment.parent_id].add(increment)
         for reply in outputs.replies:
             self._answers[reply.op] = reply
         if not ran and not self.core.has_work:
             self._turn.wait(_TURN_WAIT_S)
             self._turn.clear()
+        return ran
+
+    def _check_running(self) -> None:
+        if self.core.protocol.is_paused:
+            raise Conflict(f"the engine is paused (mode {self.core.protocol.mode!r}): call resume_generation() first")
 
     def _call(self, verb: str, **arguments: Any) -> dict[str, Any]:
         op = next(self._ops)
         self.core.call(op, verb, arguments)
         deadline = time.monotonic() + _VERB_TIMEOUT_S
         while op not in self._answers:
-            self._advance({})
+            self._advance()
             if time.monotonic() > deadline:
                 raise TimedOut(f"{verb} did not end within {_VERB_TIMEOUT_S} s")
         reply = self._answers.pop(op)

@@ -20,6 +20,12 @@ class Text:
         self._fast: Any = None
         self._full: Any = None
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a tokenizer at all; an engine without one speaks token ids."""
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        return self._source.is_file() or any((self._source / name).is_file() for name in names)
+
     def encode(self, text: str) -> list[int]:
         """Text → ids, with the special tokens the tokenizer itself adds."""
         return list(self._backend().encode(text).ids)

@@ -15,9 +15,10 @@ import math
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -99,14 +100,17 @@ class IPCTrainerInitInfo:
             raise InvalidInput(f"timeout_s must be a positive number, got {self.timeout_s}")
 
 
-@dataclass(slots=True)
 class SharedBuffer:
-    """Memory of the engine, mapped by one more process. ``data`` is it, as uint8 [bytes]."""
+    """Memory of the engine, mapped by one more process. ``data`` is it, as uint8 [bytes].
 
-    data: Tensor
-    fd: int = -1
-    """The engine keeps it open: it is how the trainer finds the memory. -1 at the trainer."""
-    identity: list[int] = field(default_factory=list)
+    The engine keeps ``fd`` open, since that is how the trainer finds the memory; -1 at the trainer.
+    """
+
+    def __init__(self, data: Tensor, fd: int = -1) -> None:
+        self.data = data
+        self.fd = fd
+        self.identity = [] if fd < 0 else _identity(fd)
+        self._close_fd = None if fd < 0 else weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, nbytes: int) -> SharedBuffer:
@@ -118,7 +122,7 @@ class SharedBuffer:
             os.posix_fallocate(fd, 0, nbytes)
             # the other side must not be able to shrink it under a reader
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return cls(_mapped(fd, nbytes), fd, _identity(fd))
+            return cls(_mapped(fd, nbytes), fd)
         except BaseException:
             os.close(fd)
             raise
@@ -142,9 +146,8 @@ class SharedBuffer:
 
     def close(self) -> None:
         """Let go. The memory is freed when its last view, here or in the other process, is gone."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        if self._close_fd is not None:
+            self._close_fd()
         self.data = torch.empty(0, dtype=torch.uint8)
 
 

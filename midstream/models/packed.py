@@ -1,0 +1,129 @@
+"""The dense forward over whole sequences: prompts with their completions, packed into one row of tokens.
+
+This is how a trainer, or a checker, computes what the engine computed token by token: the same model code, attention
+and log-probability function; only the way K and V are laid out differs. A prompt is computed once and shared by its
+completions: a completion's block table starts with the prompt's full blocks and a copy of the partial one, just as
+the engine forks its samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from midstream.models.llama import Llama
+from midstream.models.weights import ModelWeights
+from midstream.ops.attention import AttentionMetadata, PagedAttention
+from midstream.ops.sampling import processed_logprobs, token_logprobs
+from midstream.types import SamplingParams
+
+Sequences = Sequence[tuple[list[int], list[list[int]]]]
+"""(prompt, its completions) each."""
+
+_LOGIT_BYTES = 64 << 20
+"""Logits held at once: the head runs over slices of rows, so that a batch's logits never stand whole in memory."""
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """Prompts and completions in one flat row of tokens, for one forward.
+
+    input_ids, positions [T]; ``source`` [B * S]: which token's K and V stand in each slot of the blocks (T: none);
+    rows [N]: the token whose hidden state predicts each target; targets [N]: every completion token, in order.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    source: torch.Tensor
+    metadata: AttentionMetadata
+    rows: torch.Tensor
+    targets: torch.Tensor
+
+
+def pack(sequences: Sequences, block_size: int) -> PackedBatch:
+    """Lay out a batch. A completion's last token is a target but never an input."""
+    ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[list[int]] = []
+    tables: list[list[int]] = []
+    lengths: list[int] = []
+    seq_lens: list[int] = []
+    rows: list[int] = []
+    targets: list[int] = []
+
+    def add(tokens: list[int], start: int, shared: list[int], context: list[int]) -> list[int]:
+        """One row of queries: ``tokens`` at positions from ``start``, after ``shared`` blocks and ``context`` tokens."""
+        first = len(ids)
+        ids.extend(tokens)
+        positions.extend(range(start, start + len(tokens)))
+        own = context + list(range(first, first + len(tokens)))
+        table = list(shared)
+        for at in range(0, len(own), block_size):
+            table.append(len(blocks))
+            blocks.append(own[at : at + block_size])
+        tables.append(table)
+        lengths.append(len(tokens))
+        seq_lens.append(start + len(tokens))
+        return table
+
+    for prompt, completions in sequences:
+        first = len(ids)
+        last = first + len(prompt) - 1
+        num_full = len(prompt) // block_size
+        table = add(prompt, 0, [], [])
+        tail = list(range(first + num_full * block_size, first + len(prompt)))
+        for completion in completions:
+            at = len(ids)
+            if len(completion) > 1:
+                add(completion[:-1], len(prompt), table[:num_full], tail)
+            rows += [last, *range(at, at + len(completion) - 1)]
+            targets += completion
+    width = max(map(len, tables))
+    nothing = len(ids)
+    return PackedBatch(
+        input_ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
+        source=torch.tensor([i for b in blocks for i in b + [nothing] * (block_size - len(b))]),
+        metadata=AttentionMetadata(
+            block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            max_seqlen_q=max(lengths),
+        ),
+        rows=torch.tensor(rows),
+        targets=torch.tensor(targets),
+    )
+
+
+def sequence_logprobs(
+    model: Llama, weights: ModelWeights, batch: PackedBatch, block_size: int, params: SamplingParams
+) -> torch.Tensor:
+    """Log-probability [N] (fp32) of every completion token under the distribution ``params`` samples from.
+
+    Differentiable where the weights are. Bit for bit what the engine reports as processed logprobs; with default
+    params, the raw ones.
+    """
+    size = block_size
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def blocks(x: torch.Tensor) -> torch.Tensor:  # [T, K, F] → [B, S, K, F]
+            padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+            return padded.index_select(0, batch.source).view(-1, size, *x.shape[1:])
+
+        keys = blocks(k).permute(0, 2, 3, 1).contiguous()
+        values = blocks(v).permute(0, 2, 1, 3).contiguous()
+        return PagedAttention.apply(q.contiguous(), keys, values, batch.metadata, model.scale)  # type: ignore[no-any-return]
+
+    hidden = model.forward(weights, batch.input_ids, batch.positions, attend)
+    step = max(_LOGIT_BYTES // (4 * model.config.vocab_size), 1)
+    plain = params.temperature == 1 and params.top_k <= 0 and params.top_p >= 1
+    out = []
+    for rows, ids in zip(batch.rows.split(step), batch.targets.split(step), strict=True):
+        logits = model.logits(weights, hidden.index_select(0, rows))
+        out.append(
+            token_logprobs(logits, ids) if plain else processed_logprobs(logits, ids, [params] * len(ids))
+        )
+    return torch.cat(out)

@@ -1,0 +1,180 @@
+"""What a training run is made of: one frozen dataclass, read from a TOML recipe or from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from midstream.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Every number of a run. Recipes (TOML) use these names; an unknown name is an error that lists them."""
+
+    model: str
+    """A checkpoint directory or GGUF file; engine and trainer both start from it."""
+    task: str
+    """reverse, addition, sort, reasoning_gym:NAME, or FILE.py:FUNCTION."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the task."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the engine computes in. The trainer keeps float32 masters and runs its forward on their cast to this."""
+    seed: int = 0
+    """Decides problems, sampling seeds and order."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    groups_per_step: int = 16
+    """Prompts per optimizer step; all of them useful ones when dynamic_sampling is on."""
+    samples_per_group: int = 8
+    """Completions per prompt."""
+    max_staleness: int = 1
+    """Optimizer steps that the weights behind a token may lag behind the weights being trained. 0: synchronous."""
+    sync: bool = False
+    """Generate only between optimizer steps, one batch at a time. The result is max_staleness = 0's, bit for bit."""
+
+    max_tokens: int = 16
+    """Longest completion, stop token included."""
+    temperature: float = 1.0
+    """Of the rollouts. Evaluation samples at 1 and greedily."""
+    top_p: float = 1.0
+    top_k: int = 0
+    max_num_seqs: int = 64
+    """Completions that the engine runs at once: the concurrency."""
+
+    lr: float = 1e-4
+    """Constant after the warm-up."""
+    warmup_steps: int = 5
+    """Linear from lr / warmup_steps."""
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    """The gradient of a step is scaled down to this norm."""
+    max_micro_batch_tokens: int = 4096
+    """Prompt and completion tokens that go through the trainer's model at once."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """DAPO's clip-higher: the ratio to the proximal policy is clipped to [1 - clip_low, 1 + clip_high]."""
+    tis_cap: float = 2.0
+    """Truncated importance sampling: the weight of a token is min(proximal / sampler probability, tis_cap)."""
+    sequence_mask: tuple[float, float] | None = None
+    """Leave out a completion whose geometric mean of proximal / sampler probability is outside these bounds."""
+    dynamic_sampling: bool = True
+    """Replace groups whose rewards are all equal."""
+    overlong_buffer_tokens: int = 0
+    """Soft overlong punishment over the last so many tokens of max_tokens. 0: off."""
+    overlong_factor: float = 1.0
+    """The punishment at max_tokens."""
+
+    eval_problems: int = 512
+    """Held-out problems, before and after. 0: no evaluation."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; the last step always makes one. 0: only the last."""
+    keep_versions: bool = False
+    """Keep the weights of every version (tiny models), so that `check exact --run` can recompute every token."""
+    reward_timeout_s: float = 10.0
+    """For one call of the reward function."""
+    group_timeout_s: float = 300.0
+    """From a group's submission to its last reward."""
+    step_timeout_s: float = 600.0
+    """A step waits at most so long for its groups."""
+    update_timeout_s: float = 120.0
+    """Any one call of a weight update."""
+
+    def __post_init__(self) -> None:
+        positive = ("steps groups_per_step samples_per_group max_tokens max_num_seqs max_micro_batch_tokens "
+                    "lr max_grad_norm tis_cap reward_timeout_s group_timeout_s step_timeout_s update_timeout_s")
+        for name in positive.split():
+            self._number(name, lambda v: v > 0, "positive")
+        others = ("seed max_staleness warmup_steps weight_decay clip_low clip_high overlong_buffer_tokens "
+                  "overlong_factor eval_problems checkpoint_every")
+        for name in others.split():
+            self._number(name, lambda v: v >= 0, ">= 0")
+        self._number("temperature", lambda v: v > 0, "positive: a greedy policy has no gradient")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise InvalidInput(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        if self.clip_low >= 1:
+            raise InvalidInput(f"clip_low must be below 1, got {self.clip_low}")
+        if self.overlong_buffer_tokens > self.max_tokens:
+            raise InvalidInput(
+                f"overlong_buffer_tokens {self.overlong_buffer_tokens} must not exceed max_tokens {self.max_tokens}"
+            )
+        if self.samples_per_group > self.max_num_seqs:
+            raise InvalidInput(
+                f"samples_per_group {self.samples_per_group} must not exceed max_num_seqs {self.max_num_seqs}: a "
+                "group is admitted whole"
+            )
+        if self.sequence_mask is not None:
+            bounds = tuple(self.sequence_mask)
+            if len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
+                raise InvalidInput(f"sequence_mask must be (low, high) with 0 < low < 1 < high, got {bounds}")
+            object.__setattr__(self, "sequence_mask", bounds)
+        if self.sync and self.max_staleness:
+            object.__setattr__(self, "max_staleness", 0)
+
+    def _number(self, name: str, accept: Any, rule: str) -> None:
+        value = getattr(self, name)
+        whole = TrainConfig.__dataclass_fields__[name].type == "int"
+        kind = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not accept(value):
+            raise InvalidInput(f"{name} must be {'a whole number' if whole else 'a number'}, {rule}; got {value!r}")
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.groups_per_step * self.samples_per_group
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """Raises ``InvalidInput`` for an unknown or a missing key."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise InvalidInput(f"unknown key(s) in the recipe: {', '.join(unknown)}; allowed: {', '.join(known)}")
+        missing = [name for name in ("model", "task") if name not in values]
+        if missing:
+            raise InvalidInput(f"the recipe lacks {' and '.join(missing)}")
+        return cls(**values)
+
+    @classmethod
+    def from_toml(cls, path: str | Path, **overrides: Any) -> TrainConfig:
+        """A recipe file; ``overrides`` that are not None win. ``FILE.py`` of a task is looked for beside the recipe."""
+        path = Path(path)
+        try:
+            values = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise InvalidInput(f"recipe {path} cannot be read: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidInput(f"recipe {path} is not valid TOML: {error}") from error
+        values |= {name: value for name, value in overrides.items() if value is not None}
+        task = str(values.get("task", ""))
+        if ".py:" in task and "task" not in {k for k, v in overrides.items() if v is not None}:
+            beside = path.parent / task
+            if beside.with_name(beside.name.partition(":")[0]).exists():
+                values["task"] = str(beside)
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def scaled_to_tiny(self, model: str) -> TrainConfig:
+        """The same algorithm on a tiny model and the reversal task, for a test on a laptop: ``--scale tiny``."""
+        return dataclasses.replace(
+            self,
+            model=model,
+            task="reverse",
+            task_options={},
+            dtype="float32",
+            steps=min(self.steps, 4),
+            groups_per_step=min(self.groups_per_step, 4),
+            samples_per_group=min(self.samples_per_group, 8),
+            max_num_seqs=min(self.max_num_seqs, 16),
+            max_tokens=10,
+            overlong_buffer_tokens=min(self.overlong_buffer_tokens, 2),
+            eval_problems=min(self.eval_problems, 16),
+            checkpoint_every=0,
+        )

@@ -1,0 +1,88 @@
+"""The trainer's model: fp32 masters under checkpoint names, and the engine's own forward on their cast."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import torch
+from safetensors.torch import save_file
+
+from midstream.models.llama import Llama
+from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
+from midstream.models.packed import Sequences, pack, sequence_logprobs
+from midstream.models.weights import assemble
+from midstream.types import ParamMeta, SamplingParams
+from midstream.weights.packing import dtype_name
+
+
+class Policy:
+    """A trainable model. Masters are fp32 parameters; every forward runs on their cast to ``dtype``, the bytes sent."""
+
+    def __init__(self, model: str | pathlib.Path, dtype: str = "auto", block_size: int = 16) -> None:
+        checkpoint = open_checkpoint(model)
+        self.path = checkpoint.path
+        self.config = checkpoint.config
+        self.dtype = resolve_dtype(dtype, checkpoint.config)
+        self.block_size = block_size
+        self.model = Llama(checkpoint.config, self.dtype)
+        self.masters = {
+            name: torch.nn.Parameter(tensor.float().clone()) for name, tensor in load_weights(checkpoint, self.dtype)
+        }
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.masters.values())
+
+    def logprobs(self, sequences: Sequences, params: SamplingParams) -> torch.Tensor:
+        """Flat log-probabilities of all completion tokens, in order; gradients reach the masters in fp32."""
+        weights = assemble(self.config, {n: p.to(self.dtype) for n, p in self.masters.items()}, keep_plain=True)
+        return sequence_logprobs(self.model, weights, pack(sequences, self.block_size), self.block_size, params)
+
+    def source(self) -> PolicySource:
+        return PolicySource(self)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The masters (references, not copies)."""
+        return {name: p.detach() for name, p in self.masters.items()}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, p in self.masters.items():
+                p.copy_(state[name])
+
+    def save(self, directory: str | pathlib.Path) -> None:
+        """A model directory that transformers and the engine open, in the engine's dtype."""
+        directory = pathlib.Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: p.detach().to(self.dtype).contiguous() for name, p in self.masters.items()},
+            directory / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        if self.path.is_dir():
+            for file in self.path.glob("*.json"):
+                if not file.name.endswith("index.json"):
+                    shutil.copy(file, directory / file.name)
+            config = json.loads((directory / "config.json").read_text())
+            config["dtype"] = dtype_name(self.dtype)
+        else:
+            config = self.config.to_hf()
+            config["dtype"] = dtype_name(self.dtype)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class PolicySource:
+    """A WeightSource over a policy: the masters, announced in the engine's dtype; the sender casts while it copies."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def metadata(self) -> list[ParamMeta]:
+        kind = dtype_name(self._policy.dtype)
+        return [ParamMeta(name, kind, tuple(p.shape)) for name, p in self._policy.masters.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in self._policy.masters.items():
+            yield name, p.detach()

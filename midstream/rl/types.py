@@ -1,0 +1,174 @@
+"""The nouns of the trainer, as plain data. No torch here.
+
+A *group* is one prompt and its n sampled completions; a *rollout* is one of these. Groups are numbered g = 0, 1, 2, …
+over a whole run, and everything about group g (problem, seed, place in a batch) is a function of the run's seed and g.
+A *policy version* counts optimizer steps: version v is what v steps have made; step s trains version s into s + 1.
+The trainer labels the weights it sends with that number, so every token of a run says which version made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.errors import InvalidInput
+from midstream.types import MAX_SEED, FinishReason, WeightVersionSpan
+
+
+def derive_seed(run_seed: int, purpose: str, index: int) -> int:
+    """63 bits for the ``index``-th use of ``purpose``: f(run seed, g). Different purposes never share randomness."""
+    digest = hashlib.blake2b(f"{purpose}/{run_seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def group_seed(run_seed: int, g: int) -> int:
+    """The sampling seed of group g. Completion k of the group has ``child_seed(group_seed, k)``, given by the engine."""
+    return derive_seed(run_seed, "group", g)
+
+
+def eval_seed(run_seed: int, index: int) -> int:
+    """Evaluation draws from seeds of its own: how often one evaluates changes nothing that is trained on."""
+    return derive_seed(run_seed, "eval", index)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion with everything a step needs to train on it, and a checker to recompute it."""
+
+    group: int
+    index: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    """Ends with the stop token where ``finish_reason`` is "stop"."""
+    logprobs: list[float]
+    """As the sampler recorded them when it drew the tokens, of the distribution it drew from; float32 values."""
+    spans: list[WeightVersionSpan]
+    """Which weights made which output tokens; half-open, contiguous, covering all of them."""
+    seed: int
+    """The seed of this very completion (child ``index`` of the group's seed)."""
+    finish_reason: FinishReason
+    reward: float
+    """What the task says."""
+    penalty: float = 0.0
+    """Soft overlong punishment, <= 0; training uses ``reward + penalty``."""
+    kv_versions: list[tuple[int, int, int]] | None = None
+    num_reprefilled_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        length = len(self.output_token_ids)
+        covered = [(span.start, span.end) for span in self.spans]
+        edges = [0, *(end for _, end in covered)]
+        if not length or len(self.logprobs) != length or edges[-1] != length or [s for s, _ in covered] != edges[:-1]:
+            raise InvalidInput(
+                f"rollout {self.index} of group {self.group} is malformed: {length} tokens, {len(self.logprobs)} "
+                f"logprobs, version spans {covered}; every token needs a logprob and exactly one version"
+            )
+
+    @property
+    def training_reward(self) -> float:
+        return self.reward + self.penalty
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """The policy version of each output token, from the trainer's labels."""
+        return [policy_version(span) for span in self.spans for _ in range(span.start, span.end)]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(policy_version(span) for span in self.spans)
+
+    @property
+    def spans_versions(self) -> bool:
+        """Its weights changed while it was being generated."""
+        return len(self.spans) > 1
+
+
+def policy_version(span: WeightVersionSpan) -> int:
+    """The number of optimizer steps behind the weights of a span. Raises ``InvalidInput`` for a foreign label."""
+    try:
+        return int(span.version)
+    except ValueError:
+        raise InvalidInput(
+            f"weight version label {span.version!r} (commit {span.number}) is not a policy version; while a trainer "
+            "runs, only the trainer may update the engine's weights"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """A prompt and its n completions, all finished and scored."""
+
+    index: int
+    """g: the group's number in the run."""
+    rollouts: list[Rollout]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.training_reward for rollout in self.rollouts]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(rollout.oldest_version for rollout in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(rollout.output_token_ids) for rollout in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenGroups:
+    """What one optimizer step gets: the groups it trains on, and the useless ones it passed over, both by g."""
+
+    step: int
+    groups: list[RolloutGroup]
+    useless: list[RolloutGroup] = field(default_factory=list)
+
+    @property
+    def next_group(self) -> int:
+        """Where the following step begins: right after the last group consumed."""
+        return self.groups[-1].index + 1
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Consecutive rollouts of a batch (by g, then index) that go through the model together."""
+
+    rollouts: list[Rollout]
+    advantages: list[float]
+
+    def sequences(self) -> list[tuple[list[int], list[list[int]]]]:
+        """(prompt, completions) with neighbours of one group sharing their prompt, in order."""
+        out: list[tuple[list[int], list[list[int]]]] = []
+        last_group = None
+        for rollout in self.rollouts:
+            if rollout.group != last_group:
+                out.append((rollout.prompt_token_ids, []))
+                last_group = rollout.group
+            out[-1][1].append(rollout.output_token_ids)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """One optimizer step's worth of data, cut into micro-batches; a function of the groups alone."""
+
+    step: int
+    micro_batches: list[MicroBatch]
+    num_tokens: int
+    """Completion tokens in the whole batch: the denominator of the token-level mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """One pass over the held-out problems."""
+
+    accuracy: float
+    """Share of problems with full reward (>= 1)."""
+    reward: float
+    num_problems: int
+    seconds: float
+    rollouts: list[Rollout] = field(repr=False, default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"accuracy": self.accuracy, "reward": self.reward, "problems": self.num_problems, "s": self.seconds}

@@ -1,0 +1,177 @@
+"""The engine thread and the two sources of groups, against a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fakes_rl import FakeEngineClient, LetterTokenizer, SuccessorTask
+from midstream.errors import Conflict, EngineDead, MidstreamError, TimedOut
+from midstream.rl.buffer import RolloutBuffer
+from midstream.rl.env import Completion, Problem
+from midstream.rl.rollout import EngineThread, GroupSource, RolloutWorker, Sampler, SyncRollouts
+from midstream.rl.types import eval_seed, group_seed
+from midstream.types import RequestOutput, SamplingParams, WeightVersion, child_seed
+
+
+class MixedReward(SuccessorTask):
+    """Every group is useful: what is paid depends on the length, and then on nothing that could tie."""
+
+    def __init__(self) -> None:
+        super().__init__(LetterTokenizer(), 0)
+        self.count = 0
+
+    async def reward(self, problem: Problem, completion: Completion) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineThread]:
+    thread = EngineThread()
+    yield thread
+    thread.close()
+
+
+def sampler(client: FakeEngineClient, **values: Any) -> Sampler:
+    client.version = WeightVersion(1, "0")
+    params = SamplingParams(n=3, max_tokens=4)
+    return replace(Sampler(client, MixedReward(), params, run_seed=5), **values)  # type: ignore[arg-type]
+
+
+def source(kind: str, rollouts: Sampler, engine: EngineThread, staleness: int = 0) -> GroupSource:
+    if kind == "sync":
+        return SyncRollouts(rollouts, 2, engine)
+    return RolloutWorker(rollouts, RolloutBuffer(2, staleness), engine)
+
+
+def test_a_group_is_one_request_with_its_own_seed(engine: EngineThread) -> None:
+    rollouts = sampler(FakeEngineClient())
+    group = engine.run(rollouts.group(7), 5.0, "group")
+    assert [r.index for r in group.rollouts] == [0, 1, 2]
+    assert [r.seed for r in group.rollouts] == [child_seed(group_seed(5, 7), k) for k in range(3)]
+    assert group.rollouts[0].prompt_token_ids == rollouts.task.problem("train", 7).prompt_token_ids
+    again = engine.run(rollouts.group(7), 5.0, "group")
+    assert [r.output_token_ids for r in again.rollouts] == [r.output_token_ids for r in group.rollouts]
+
+
+def test_evaluation_has_seeds_of_its_own(engine: EngineThread) -> None:
+    rollouts = sampler(FakeEngineClient())
+    problems = [rollouts.task.problem("heldout", i) for i in range(4)]
+    result = engine.run(rollouts.evaluate(problems, 1.0, "eval"), 5.0, "evaluation")
+    assert [r.seed for r in result.rollouts] == [eval_seed(5, i) for i in range(4)]
+    assert [r.prompt_token_ids for r in result.rollouts] == [p.prompt_token_ids for p in problems]
+    assert result.num_problems == 4 and result.accuracy == 1.0
+    greedy = engine.run(rollouts.evaluate(problems, 0.0, "greedy"), 5.0, "evaluation")
+    assert all(p == 0.0 for r in greedy.rollouts for p in r.logprobs)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_steps_follow_each_other(engine: EngineThread, kind: str) -> None:
+    groups = source(kind, sampler(FakeEngineClient()), engine)
+    groups.start()
+    for step in range(3):
+        taken = groups.take(5.0)
+        assert taken.step == step and [g.index for g in taken.groups] == [2 * step, 2 * step + 1]
+        groups.release(step)
+    groups.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_without_a_release_there_is_no_next_step(engine: EngineThread, kind: str) -> None:
+    client = FakeEngineClient()
+    groups = source(kind, sampler(client), engine)
+    groups.start()
+    groups.take(5.0)
+    with pytest.raises(TimedOut, match="step 0 was not released|step 1 has 0 of 2 useful groups"):
+        groups.take(0.05)
+    assert client.requests == ["group-0", "group-1"]
+    groups.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_engine_that_dies_is_heard_of_in_take(engine: EngineThread, kind: str) -> None:
+    class Dies(FakeEngineClient):
+        async def generate_one(self, *args: Any, **kwargs: Any) -> RequestOutput:
+            raise EngineDead("the engine process ended")
+
+    groups = source(kind, sampler(Dies()), engine)
+    groups.start()
+    with pytest.raises(EngineDead):
+        groups.take(5.0)
+    groups.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_error_from_outside_is_heard_of_in_take(engine: EngineThread, kind: str) -> None:
+    groups = source(kind, sampler(FakeEngineClient()), engine)
+    groups.start()
+    groups.take(5.0)
+    groups.fail(MidstreamError("the update failed"))
+    with pytest.raises(MidstreamError, match="the update failed"):
+        groups.take(5.0)
+    groups.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_request_that_never_ends_is_a_time_out(engine: EngineThread, kind: str) -> None:
+    client = FakeEngineClient()
+
+    async def hold(request: str, position: int) -> None:
+        await asyncio.Event().wait()
+
+    client.hold = hold
+    groups = source(kind, sampler(client, group_timeout_s=0.05), engine)
+    groups.start()
+    with pytest.raises(TimedOut, match="group-[01] was not generated and scored within 0.05 s"):
+        groups.take(5.0)
+    groups.close()
+    assert client.running == 0
+
+
+def test_closing_ends_what_is_in_flight(engine: EngineThread) -> None:
+    client = FakeEngineClient()
+    held = asyncio.Event()
+
+    async def hold(request: str, position: int) -> None:
+        if request != "group-1":
+            await held.wait()
+
+    client.hold = hold
+    worker = RolloutWorker(sampler(client), RolloutBuffer(2, 1), engine)
+    worker.start()
+    with pytest.raises(TimedOut, match="3 in flight .lowest 0."):
+        worker.take(0.2)
+    assert [g.index for g in worker.close()] == [1]
+    assert sorted(client.aborted) == ["group-0", "group-2", "group-3"] and client.running == 0
+
+
+def test_the_engine_thread_has_time_limits_and_closes_once() -> None:
+    thread = EngineThread()
+    cancelled = []
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(TimedOut, match="a wait did not end within 0.01 s"):
+        thread.run(for_ever(), 0.01, "a wait")
+
+    async def from_inside() -> None:
+        thread.run(asyncio.sleep(0), 1.0, "a call")
+
+    with pytest.raises(Conflict, match="wait for itself"):
+        thread.run(from_inside(), 1.0, "outer")
+    thread.submit(for_ever())
+    thread.close()
+    thread.close()
+    assert cancelled == [True, True]
+    with pytest.raises(Conflict, match="closed"):
+        thread.run(for_ever(), 1.0, "late")
