@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -202,4 +201,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,12 +161,11 @@ class FakeEngineClient:
         self.cut_short = 0
         """So many requests end with finish reason abort, as in a pause that begins."""
         self.requests: list[str] = []
-        self.aborted: list[str] = []
         self.running = 0
         self.max_running = 0
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._staged: dict[str, Tensor] | None = None
-        self._logprobs: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+        self._logprobs: dict[int, tuple[list[list[float]], list[list[float]]]] = {}
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
@@ -201,7 +201,9 @@ class FakeEngineClient:
                     token, logprob = self._draw(row_of(position, previous), params, seed, len(prompt) + position)
                     extend_spans(out.weight_versions, self.version, position)
                     out.token_ids.append(token)
-                    out.processed_logprobs.append(logprob)
+                    # temperature is 1 or 0 here, so the raw and the processed one differ for greedy tokens only
+                    out.token_logprobs.append(logprob)
+                    out.processed_logprobs.append(logprob if params.temperature else 0.0)
                     previous = token
                     if token == EOS:
                         out.finish_reason = "stop"
@@ -212,19 +214,18 @@ class FakeEngineClient:
         return out
 
     def _draw(self, row: int, params: SamplingParams, seed: int, position: int) -> tuple[int, float]:
+        assert params.temperature in (0, 1)
+        number = self.version.number
+        if number not in self._logprobs:
+            every_row = next_logprobs(self.table, torch.arange(2 * VOCAB), 1.0)
+            self._logprobs[number] = (every_row.tolist(), every_row.exp().cumsum(1).tolist())
+        logprobs, cumulative = (rows[row] for rows in self._logprobs[number])
         if params.temperature == 0:
-            return int(self.table[row].argmax()), 0.0
-        key = (self.version.number, params.temperature)
-        if key not in self._logprobs:
-            logprobs = next_logprobs(self.table, torch.arange(2 * VOCAB), params.temperature)
-            self._logprobs[key] = (logprobs, logprobs.exp().cumsum(1))
-        logprobs, cumulative = self._logprobs[key]
+            best = max(logprobs)
+            return logprobs.index(best), best
         uniform = mix64(seed ^ mix64(position)) / 2**64
-        token = min(int(torch.searchsorted(cumulative[row], uniform)), VOCAB - 1)
-        return token, float(logprobs[row, token])
-
-    async def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+        token = min(bisect_left(cumulative, uniform), VOCAB - 1)
+        return token, logprobs[token]
 
     async def init_weight_transfer_engine(self, request: dict[str, Any]) -> dict[str, Any]:
         return {}

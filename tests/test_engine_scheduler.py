@@ -99,6 +99,33 @@ def test_prompt_logprobs_take_no_hit_and_are_complete() -> None:
         ]
 
 
+def test_prompt_logprobs_are_recorded_once_when_the_prefill_starts_over() -> None:
+    engine = FakeEngine(max_num_batched_tokens=7)
+    (request,) = engine.add(prompt_of(20), prompt_logprobs=0)
+    engine.step()
+    engine.step()
+    first = list(request.prompt_logprobs)
+    assert len(first) == 14
+    engine.commit("recompute")
+    engine.run()
+    assert len(request.prompt_logprobs) == 19 and request.prompt_logprobs[:14] == first
+
+
+def test_admission_does_not_count_a_cached_block_twice() -> None:
+    """The free blocks are just those the request would share, so there is none for the rest of it."""
+    engine = FakeEngine(num_blocks=8, block_size=4)
+    engine.add(prompt_of(17), max_tokens=1)
+    engine.run()
+    engine.add(prompt_of(13, 1), max_tokens=3)
+    engine.step()
+    (request,) = engine.add(prompt_of(17))
+    assert engine.pool.num_free == 4
+    engine.step()
+    assert request.status is RequestStatus.WAITING
+    engine.run()
+    assert request.num_cached_tokens == 16 and request.num_preemptions == 0
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_forced_preemption_equals_a_big_pool(prefix_caching: bool) -> None:
     tiny = FakeEngine(num_blocks=14, enable_prefix_caching=prefix_caching)

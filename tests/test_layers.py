@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "midstream"
 
 BOTTOM = frozenset({"types", "config", "errors", "metrics"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
+    "__main__": frozenset({"cli"}),
     "types": BOTTOM,
     "config": BOTTOM,
     "errors": BOTTOM,
@@ -185,7 +186,7 @@ def test_every_folder_of_modules_is_a_package() -> None:
 
 
 def test_each_side_sees_its_half_of_the_weight_seam() -> None:
-    """The engine never holds the trainer's half; rl never holds the worker's half nor the session."""
+    """The engine never holds the trainer's half; rl never holds the worker's half nor the session itself."""
     faults = []
     for module in modules():
         for found in imports_of(module):
@@ -194,7 +195,7 @@ def test_each_side_sees_its_half_of_the_weight_seam() -> None:
                 continue
             if is_within(module, "engine") and found.name.startswith("Trainer"):
                 faults.append(f"{where(module, found)} {module} imports the trainer's half: {found.name}")
-            if is_within(module, "rl") and (found.name == "WeightTransferEngine" or target == "weights.session"):
+            if is_within(module, "rl") and found.name in ("WeightTransferEngine", "UpdateSession"):
                 faults.append(f"{where(module, found)} {module} imports the worker's half: {full_name(found)}")
     assert not faults, "\n" + "\n".join(faults)
 

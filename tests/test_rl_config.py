@@ -9,6 +9,7 @@ from midstream.errors import InvalidInput
 from midstream.rl.config import TrainConfig
 
 RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
+QUICKSTART = RECIPES.parents[1] / "midstream" / "rl" / "models" / "reverse" / "quickstart.toml"
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda p: p.name)
@@ -30,9 +31,9 @@ def test_the_published_recipe_is_the_published_recipe() -> None:
 
 
 def test_overrides_win_unless_they_are_none() -> None:
-    config = TrainConfig.from_toml(RECIPES / "quickstart.toml", seed=7, task="sort", steps=None)
+    config = TrainConfig.from_toml(QUICKSTART, seed=7, task="sort", steps=None)
     assert config.seed == 7 and config.task == "sort"
-    assert config.steps == TrainConfig.from_toml(RECIPES / "quickstart.toml").steps
+    assert config.steps == TrainConfig.from_toml(QUICKSTART).steps
 
 
 def test_sync_means_staleness_zero() -> None:

@@ -175,7 +175,12 @@ def test_the_math_example_reads_a_file(tmp_path: Path) -> None:
     task = make_task(f"{RECIPES}/dapo_math.py:make_task", Characters(), 0, {"path": str(rows)})
     problem = task.problem("train", 0)
     right = problem.data["answer"]
-    for text, value in ((f"So.\nAnswer: ${right}$.", 1.0), (f"Answer: {right}0", -1.0), (right, -1.0), ("Answer:", -1.0)):
+    for text, value in (
+        (f"So.\nAnswer: ${right}$.", 1.0),
+        (f"Answer: {right}0", -1.0),
+        (right, -1.0),
+        ("Answer:", -1.0),
+    ):
         assert reward(task, problem, answer(problem, text)) == value
 
 
@@ -202,7 +207,13 @@ class Misbehaves(SuccessorTask):
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [(ValueError("oh"), "ValueError: oh"), ("never", "longer than 0.01 s"), (float("nan"), "nan"), ("1", "'1'"), (None, "None")],
+    [
+        (ValueError("oh"), "ValueError: oh"),
+        ("never", "longer than 0.01 s"),
+        (float("nan"), "nan"),
+        ("1", "'1'"),
+        (None, "None"),
+    ],
 )
 def test_a_bad_reward_is_one_clear_error(what: Any, says: str) -> None:
     task = Misbehaves(what)

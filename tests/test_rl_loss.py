@@ -28,7 +28,8 @@ def by_hand(logp: list[float], prox: list[float], sampler: list[float], adv: lis
 def test_the_loss_is_the_formula() -> None:
     logprobs, proximal, sampler, advantages = vectors(200)
     loss, stats = dapo_loss(logprobs, proximal, sampler, advantages)
-    assert loss.item() == pytest.approx(by_hand(*(t.tolist() for t in (logprobs, proximal, sampler, advantages))), rel=1e-4)
+    lists = [t.tolist() for t in (logprobs, proximal, sampler, advantages)]
+    assert loss.item() == pytest.approx(by_hand(*lists), rel=1e-4)
     assert stats.num_tokens == 200 and 0 < stats.num_clipped < 200 and 0 < stats.num_truncated < 200
 
 
@@ -44,7 +45,14 @@ def test_on_the_current_policy_it_is_the_plain_policy_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "has_gradient"),
-    [(1.27, 1.0, True), (1.29, 1.0, False), (0.79, 1.0, True), (0.79, -1.0, False), (0.81, -1.0, True), (1.5, -1.0, True)],
+    [
+        (1.27, 1.0, True),
+        (1.29, 1.0, False),
+        (0.79, 1.0, True),
+        (0.79, -1.0, False),
+        (0.81, -1.0, True),
+        (1.5, -1.0, True),
+    ],
 )
 def test_clip_higher_stops_the_gradient_on_one_side_only(ratio: float, advantage: float, has_gradient: bool) -> None:
     proximal = torch.tensor([-1.0])

@@ -38,7 +38,9 @@ def test_a_commit_outside_of_all_steps_stalls_nobody() -> None:
 
 
 def test_a_decode_step_moves_every_request_by_one() -> None:
-    log = StepLog([step(0, 0.002), step(1, 1.5, tokens=40), step(2, 2.5, reprefill=3), step(3, 3.004), step(4, 5, 0, 0)], [])
+    log = StepLog(
+        [step(0, 0.002), step(1, 1.5, tokens=40), step(2, 2.5, reprefill=3), step(3, 3.004), step(4, 5, 0, 0)], []
+    )
     assert report.decode_steps_ms(log) == pytest.approx([2.0, 4.0])
 
 
@@ -63,8 +65,8 @@ def metrics() -> list[dict[str, Any]]:
 
 def write_log(path: Path) -> None:
     """One evaluation step before training starts at 0, then steps of 0.1 s all the time, and commits at 1, 2, 3."""
-    steps = [{"event": "step", "t0": t / 10, "t1": t / 10 + 0.09, "running": 4, "tokens": 4, "reprefill": 0, "version": 0}
-             for t in range(-9, 31)]  # fmt: skip
+    decode: dict[str, Any] = {"event": "step", "running": 4, "tokens": 4, "reprefill": 0, "version": 0}
+    steps = [decode | {"t0": t / 10, "t1": t / 10 + 0.09} for t in range(-9, 31)]
     steps[20] |= {"tokens": 12, "reprefill": 9}
     commits = [{"event": "commit", "t0": t + 0.091, "t1": t + 0.092, "running": 4, "version": t, "label": str(t)}
                for t in (1, 2)]  # fmt: skip

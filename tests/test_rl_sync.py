@@ -91,7 +91,9 @@ def test_the_verbs_reach_an_async_client(engine: EngineThread) -> None:
 
 def test_a_verb_that_hangs_is_a_time_out(engine: EngineThread) -> None:
     class Hangs(FakeEngineClient):
-        async def finish_weight_update(self, weight_version: str | None = None, kv_policy: Any = None) -> dict[str, Any]:
+        async def finish_weight_update(
+            self, weight_version: str | None = None, kv_policy: Any = None
+        ) -> dict[str, Any]:
             await asyncio.Event().wait()
             return {}
 

@@ -67,7 +67,7 @@ def a_run(
 ) -> Iterator[Run]:
     """``shuffle`` seeds the order in which requests make progress."""
     rng = random.Random(shuffle)
-    ticks: Callable[[str, int, int], int] = (lambda *_: 1) if shuffle is None else (lambda *_: rng.randint(0, 6))
+    ticks: Callable[[str, int, int], int] = (lambda *_: 1) if shuffle is None else (lambda *_: rng.randint(0, 3))
     client = FakeEngineClient(cfg.max_num_seqs, ticks)
     engine = EngineThread()
     policy = TablePolicy()
@@ -115,6 +115,15 @@ def test_sync_twice_and_async_with_staleness_zero_are_one_run(tmp_path: Path) ->
     assert other.summary["weight_digest"] != runs[0].summary["weight_digest"]
 
 
+def test_the_published_recipe_runs_scaled_down(tmp_path: Path) -> None:
+    recipe = Path(__file__).parent.parent / "examples" / "recipes" / "qwen3_1.7b_dapo.toml"
+    cfg = TrainConfig.from_toml(recipe, seed=1).scaled_to_tiny("table")
+    run = train(tmp_path / "run", cfg)
+    assert run.summary["steps"] == 4 and run.summary["requests"] == 4 * 4 * 8
+    assert sum(line["groups_useless"] for line in run.metrics) == 0, "no dynamic sampling in this recipe"
+    assert all(line["masked_fraction"] == 0 for line in run.metrics), "at lr 1e-6 four steps move nothing far"
+
+
 def test_evaluating_changes_nothing(tmp_path: Path) -> None:
     plain = train(tmp_path / "a", config(sync=True))
     evaluated = train(tmp_path / "b", config(max_staleness=0, eval_problems=20))
@@ -139,10 +148,10 @@ def test_a_resumed_run_is_the_whole_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_it_learns(tmp_path: Path, staleness: int) -> None:
     cfg = config(
-        steps=60, max_staleness=staleness, groups_per_step=6, samples_per_group=6, lr=0.1, eval_problems=100
+        steps=60, max_staleness=staleness, groups_per_step=4, samples_per_group=6, lr=0.15, eval_problems=100
     )  # fmt: skip
     run = train(tmp_path / "run", cfg, shuffle=0)
-    assert run.summary["accuracy_before"] < 0.45 and run.summary["accuracy_after"] > 0.8
+    assert run.summary["accuracy_before"] < 0.45 and run.summary["accuracy_after"] > 0.75
     assert run.summary["greedy_accuracy_after"] == 1.0
     assert run.summary["requests"] == sum(line["rollouts"] for line in run.metrics)
     assert all(line["staleness_max"] <= staleness for line in run.metrics)
@@ -159,6 +168,7 @@ def test_every_fresh_token_is_exact_on_both_sides(tmp_path: Path) -> None:
 
 def hold_until_commit(run: Run, names: set[str]) -> None:
     """The requests ``names`` stop after their first token until the engine's next commit."""
+
     async def hold(request: str, position: int) -> None:
         if position == 1 and request in names:
             number = run.client.version.number
@@ -193,9 +203,8 @@ def test_requests_cross_updates_and_every_token_knows_its_version(tmp_path: Path
 def test_the_files_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
     seen: list[int] = []
-    run = train(
-        path, config(eval_problems=8, keep_versions=True), checker=lambda p: 17, on_step=lambda line: seen.append(line["step"])
-    )  # fmt: skip
+    cfg = config(eval_problems=8, keep_versions=True)
+    run = train(path, cfg, checker=lambda p: 17, on_step=lambda line: seen.append(line["step"]))
     assert seen == [0, 1, 2, 3]
     assert {p.name for p in path.iterdir()} == {
         "config.json", "metrics.jsonl", "updates.jsonl", "rollouts.jsonl", "summary.json", "versions", "checkpoints",
@@ -206,7 +215,7 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     kinds = {r["kind"] for r in run.rollouts}
     assert {"train", "eval before", "greedy before", "eval after", "greedy after"} <= kinds
     updates = read_lines(path / "updates.jsonl")
-    assert [u["policy_version"] for u in updates] == [0, 1, 2, 3, 4] and [u["number"] for u in updates] == [1, 2, 3, 4, 5]
+    assert [(u["policy_version"], u["number"]) for u in updates] == [(v, v + 1) for v in range(5)]
     assert {p.name for p in (path / "versions").iterdir()} == {f"{n}.safetensors" for n in range(1, 6)}
     assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-000004"}
     with pytest.raises(Conflict, match="holds another run"):

@@ -7,7 +7,9 @@ from midstream.rl.types import MicroBatch, Rollout, derive_seed, eval_seed, grou
 from midstream.types import MAX_SEED, WeightVersionSpan
 
 
-def rollout(group: int = 0, index: int = 0, length: int = 3, spans: list[tuple[str, int, int]] | None = None) -> Rollout:
+def rollout(
+    group: int = 0, index: int = 0, length: int = 3, spans: list[tuple[str, int, int]] | None = None
+) -> Rollout:
     spans = spans if spans is not None else [("0", 0, length)]
     return Rollout(
         group=group,
@@ -29,7 +31,9 @@ def test_versions_are_read_from_the_spans() -> None:
     assert r.spans_versions and not rollout().spans_versions
 
 
-@pytest.mark.parametrize("spans", [[("0", 0, 2)], [("0", 0, 1), ("1", 2, 3)], [("0", 0, 2), ("1", 1, 3)], [], [("0", 0, 4)]])
+@pytest.mark.parametrize(
+    "spans", [[("0", 0, 2)], [("0", 0, 1), ("1", 2, 3)], [("0", 0, 2), ("1", 1, 3)], [], [("0", 0, 4)]]
+)
 def test_every_token_has_exactly_one_version(spans: list[tuple[str, int, int]]) -> None:
     with pytest.raises(InvalidInput, match="malformed"):
         rollout(length=3, spans=spans)

@@ -250,10 +250,14 @@ class EngineCore:
             live = list(self.scheduler.live)
             shown = ", ".join(live[:5]) + (f" and {len(live) - 5} more" if len(live) > 5 else "")
             self._act(self.protocol.pause_timed_out(op, f"{len(live)} requests still run ({shown})"))
+        self._keep_lease(now)
+        if self.session.expired(now):
+            self._drop_update(f"its lease of {self.session.lease_s} s ended without a word from the trainer")
+
+    def _keep_lease(self, now: float) -> None:
+        """The trainer waits for us, not we for it: also when a step or a start came between two looks at the clock."""
         if self._jobs or self._finishing:
             self.session.touch(now)
-        elif self.session.expired(now):
-            self._drop_update(f"its lease of {self.session.lease_s} s ended without a word from the trainer")
 
     def _report(self, requests: Sequence[Request]) -> None:
         """Turn what the scheduler changed into increments: tokens not sent yet, and the end."""
@@ -326,8 +330,8 @@ class EngineCore:
             self._deadlines[op] = time.monotonic() + timeout_s
 
     def _abort_requests(self, op: int, request_ids: list[str] | None = None) -> None:
-        if request_ids is not None and (
-            isinstance(request_ids, str) or not all(isinstance(name, str) for name in request_ids)
+        if request_ids is not None and not (
+            isinstance(request_ids, (list, tuple)) and all(isinstance(name, str) for name in request_ids)
         ):
             raise InvalidInput("request_ids must be a list of strings, or null for all")
         self._reply(op, {"status": "aborted", "aborted": self.abort(request_ids)})
@@ -355,7 +359,9 @@ class EngineCore:
     def _start_update(
         self, op: int, manifest: dict[str, Any] | None = None, mode: str = "full", cast: str = "deny"
     ) -> None:
-        reply = self.session.start(time.monotonic(), mode, cast, manifest)  # type: ignore[arg-type]
+        now = time.monotonic()
+        self._keep_lease(now)
+        reply = self.session.start(now, mode, cast, manifest)  # type: ignore[arg-type]
         self.worker.discard()  # what an expired lease left
         self._reply(op, {**reply, **self._version()})
 

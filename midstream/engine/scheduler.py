@@ -63,6 +63,7 @@ class Scheduler:
         """The live requests of each parent."""
         self._num_arrived = 0
         self.num_sampled_tokens = 0
+        self._oldest_has_progressed = True  # a latch, reset by each commit
         self.num_reprefilled_tokens = 0
 
     @property
@@ -97,8 +98,9 @@ class Scheduler:
             raise InvalidInput("add needs at least one request")
         first = requests[0]
         n, num_prompt, size, blocks = len(requests), first.num_prompt_tokens, self.pool.block_size, self.pool.num_blocks
-        if any((r.parent_id, r.prompt_token_ids) != (first.parent_id, first.prompt_token_ids) for r in requests):
-            raise InvalidInput(f"the samples of request {first.parent_id!r} must have one parent and one prompt")
+        shared = (first.parent_id, first.cache_salt, first.prompt_token_ids)
+        if any((r.parent_id, r.cache_salt, r.prompt_token_ids) != shared for r in requests):
+            raise InvalidInput(f"the samples of request {first.parent_id!r} must have one parent, salt and prompt")
         for name in (first.parent_id, *(request.request_id for request in requests)):
             if name in self.live or name in self._siblings:
                 raise InvalidInput(f"request id {name!r} is in use; wait for its end, or choose another")
@@ -190,18 +192,18 @@ class Scheduler:
 
     def _schedule_request(self, request: Request, plan: SchedulerOutput) -> bool:
         """Give ``request`` its share of the step. False if it gets none: it waits for a sibling, or was preempted."""
-        start, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
-        siblings = self._siblings[request.parent_id]
+        start, num_tokens, num_prompt = request.num_computed_tokens, request.num_tokens, request.num_prompt_tokens
         reuse = None
         if start == 0:
-            reuse = self.kv.find_reuse(request, siblings, self.version.number)
+            reuse = self.kv.find_reuse(request, self._siblings[request.parent_id], self.version.number)
             if reuse is None:
                 return False
             self.kv.share(request, reuse)
             start = reuse.num_tokens
-        end = min(request.num_tokens, start + self.max_num_batched_tokens - plan.num_tokens)
-        if start < num_prompt - 1 < end and self.kv.is_awaited(request, siblings, self.version.number):
-            end = num_prompt - 1  # all but the last token; next step the siblings take it from here, all at once
+        end = min(num_tokens, start + self.max_num_batched_tokens - plan.num_tokens)
+        if start < num_prompt - 1 < end:
+            if self.kv.is_awaited(request, self._siblings[request.parent_id], self.version.number):
+                end = num_prompt - 1  # next step the siblings go on from here too, all at once
 
         # The latest arrival gives way. It is not in the plan yet, nor is it the source of a copy: both are earlier
         # than this request.
@@ -213,15 +215,15 @@ class Scheduler:
 
         if reuse is not None:
             plan.block_copies += self.kv.adopt(request, reuse, self.version.number)
-        num_again = max(0, min(end, request.num_dropped_tokens) - start)
-        plan.num_reprefilled_tokens += num_again
+        if start < request.num_dropped_tokens:
+            plan.num_reprefilled_tokens += min(end, request.num_dropped_tokens) - start
         plan.num_tokens += end - start
         scheduled = ScheduledRequest(
             request_id=request.request_id,
             token_ids=request.token_ids[start:end],
             start=start,
             block_ids=request.block_ids,
-            sample=end == request.num_tokens,
+            sample=end == num_tokens,
             seed=request.seed,
             params=request.params,
         )
@@ -265,13 +267,15 @@ class Scheduler:
         """
         changed = []
         num_finished = 0
+        oldest = next(iter(self.live.values()), None)
+        version = self.version
         for scheduled in plan.requests:
             request = self.live.get(scheduled.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue
             start = scheduled.start
             end = start + len(scheduled.token_ids)
-            self.kv.computed(request, self.version.number, start, end)
+            self.kv.computed(request, version.number, start, end)
             if start < request.num_dropped_tokens:
                 num_again = min(end, request.num_dropped_tokens) - start
                 request.num_reprefilled_tokens += num_again
@@ -282,13 +286,15 @@ class Scheduler:
             if not scheduled.sample:
                 continue
             token = result.sampled[request.request_id]
-            extend_spans(request.version_spans, self.version, request.num_output_tokens)
+            extend_spans(request.version_spans, version, request.num_output_tokens)
             request.token_ids.append(token.token_id)
             request.output_logprobs.append((token.raw_logprob, token.processed_logprob))
             request.output_ranks.append(token.rank)
             request.output_top_logprobs.append(token.top)
             self.num_sampled_tokens += 1
             changed.append(request)
+            if request is oldest:
+                self._oldest_has_progressed = True
             if token.token_id in request.stop_token_ids:
                 self._finish(request, RequestStatus.FINISHED_STOPPED)
                 num_finished += 1
@@ -317,6 +323,7 @@ class Scheduler:
             else:
                 self.kv.keep(request)
         self.version = version
+        self._oldest_has_progressed = False
 
     def drop_kv(self) -> None:
         """Every live request loses its KV and the prefix cache is emptied. The version stays."""
@@ -332,14 +339,11 @@ class Scheduler:
         return True
 
     def oldest_has_progressed(self) -> bool:
-        """There is no live request, or the oldest one has sampled a token since the last commit.
+        """There is no live request, or the then-oldest one has sampled a token since the last commit.
 
         Whoever commits only when this holds lets the oldest request, and so every request, come to its end.
         """
-        oldest = next(iter(self.live.values()), None)
-        if oldest is None:
-            return True
-        return bool(oldest.version_spans) and oldest.version_spans[-1].number == self.version.number
+        return self._oldest_has_progressed or not self.live
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` with the reason unless all state agrees. Call between steps, not within one."""

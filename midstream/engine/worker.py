@@ -121,9 +121,8 @@ class Worker:
                 problems.append(error)
                 continue
             nbytes = tensor.numel() * tensor.element_size()
-            held = tensor.to(self.dtype)
-            records.append(TensorRecord(name, digest(held), nbytes))
-            staging.put(self.tied.get(name, name), held)
+            held = staging.put(self.tied.get(name, name), tensor)
+            records.append(TensorRecord(name, digest(held), nbytes))  # of our copy: nobody else writes to that
         if problems:
             tensors = [name for error in problems for name in error.tensors]
             raise WeightUpdateError("; ".join(error.message for error in problems), tensors)

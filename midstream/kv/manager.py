@@ -85,8 +85,12 @@ class KVManager:
         if reuse.source is None:
             if not request.num_dropped_tokens:
                 request.num_cached_tokens = reuse.num_tokens
-        elif len(request.prompt_logprobs) < len(reuse.source.prompt_logprobs):
-            request.prompt_logprobs = list(reuse.source.prompt_logprobs)
+        else:
+            if len(request.prompt_logprobs) < len(reuse.source.prompt_logprobs):
+                request.prompt_logprobs = list(reuse.source.prompt_logprobs)
+            if reuse.source.hash_root == (number, request.cache_salt):  # spares hashing the prompt again
+                request.hash_root = reuse.source.hash_root
+                request.block_hashes = reuse.source.block_hashes[: len(reuse.block_ids)]
         return [] if reuse.copy_from is None else [(reuse.copy_from, request.block_ids[len(reuse.block_ids)])]
 
     def grow(self, request: Request, num_tokens: int) -> bool:

@@ -40,7 +40,7 @@ class ModelConfig:
     attention_bias: bool = False
     """Bias on q, k and v (Qwen2; Llama's switch)."""
     output_bias: bool = False
-    """Bias on the attention output too (Llama's attention_bias has it, Qwen2 not)."""
+    """Bias on the attention output too (Llama's and Qwen3's attention_bias has it, Qwen2 not)."""
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -53,6 +53,16 @@ class ModelConfig:
 
         Raises ModelLoadError for an architecture or a feature that is not here, naming it.
         """
+        if not isinstance(data, Mapping):
+            raise ModelLoadError(f"config.json holds {type(data).__name__}, not an object")
+
+        def number(kind: type[Any], key: str, default: Any = None, source: Mapping[str, Any] = data) -> Any:
+            value = source.get(key)
+            try:
+                return kind(default if value is None else value)
+            except (TypeError, ValueError):
+                raise ModelLoadError(f"config.json: {key} must be a number, got {value!r}") from None
+
         names = data.get("architectures") or []
         architecture = names[0] if names else f"(none; model_type {data.get('model_type')!r})"
         if architecture not in ARCHITECTURES:
@@ -67,23 +77,28 @@ class ModelConfig:
             raise ModelLoadError("use_sliding_window is not supported; export the model without it")
         if data.get("quantization_config"):
             raise ModelLoadError("quantised checkpoints are not supported; give the unquantised one")
-        missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size") if key not in data]
+        required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        missing = [key for key in required if data.get(key) is None]
         if missing:
             raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
         rope = dict(data.get("rope_scaling") or data.get("rope_parameters") or {})
-        theta = float(data.get("rope_theta") or rope.get("rope_theta") or 10_000.0)
+        theta = number(float, "rope_theta", rope.get("rope_theta") or 10_000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
         scaling = None
         if kind == "llama3":
             scaling = RopeScaling(
-                float(rope["factor"]),
-                float(rope["low_freq_factor"]),
-                float(rope["high_freq_factor"]),
-                int(rope["original_max_position_embeddings"]),
+                number(float, "factor", source=rope),
+                number(float, "low_freq_factor", source=rope),
+                number(float, "high_freq_factor", source=rope),
+                number(int, "original_max_position_embeddings", source=rope),
             )
         elif kind != "default":
             raise ModelLoadError(f"rope scaling {kind!r} is not supported; this build has default and llama3")
-        heads = int(data["num_attention_heads"])
+        heads = number(int, "num_attention_heads")
+        kv_heads = number(int, "num_key_value_heads", heads)
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ModelLoadError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        hidden = number(int, "hidden_size")
         qwen2 = architecture == "Qwen2ForCausalLM"
         bias = bool(data.get("attention_bias", qwen2))
         eos: list[int] = []
@@ -93,19 +108,19 @@ class ModelConfig:
         dtype = data.get("dtype") or data.get("torch_dtype") or "float32"
         return cls(
             architecture=architecture,
-            hidden_size=int(data["hidden_size"]),
-            intermediate_size=int(data["intermediate_size"]),
-            num_layers=int(data["num_hidden_layers"]),
+            hidden_size=hidden,
+            intermediate_size=number(int, "intermediate_size"),
+            num_layers=number(int, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=int(data.get("num_key_value_heads") or heads),
-            head_dim=int(data.get("head_dim") or int(data["hidden_size"]) // heads),
-            vocab_size=int(data["vocab_size"]),
-            max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
-            rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=kv_heads,
+            head_dim=number(int, "head_dim", hidden // heads),
+            vocab_size=number(int, "vocab_size"),
+            max_position_embeddings=number(int, "max_position_embeddings", 2048),
+            rms_norm_eps=number(float, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
             attention_bias=bias,
-            output_bias=bias and architecture == "LlamaForCausalLM",
+            output_bias=bias and not qwen2,
             qk_norm=architecture == "Qwen3ForCausalLM",
             rope_scaling=scaling,
             eos_token_ids=tuple(dict.fromkeys(eos)),

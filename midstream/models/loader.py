@@ -57,7 +57,10 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     files = sorted(path.glob("*.safetensors"))
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        wanted = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            wanted = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(f"{index} is not an index of shards: {error!r}") from error
         absent = [name for name in wanted if not (path / name).is_file()]
         if absent:
             raise ModelLoadError(f"{path} lacks the shards {', '.join(absent)} named by {index.name}")
@@ -155,7 +158,7 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
 
     try:
         reader = gguf.GGUFReader(str(path))
-    except (ValueError, OSError) as error:
+    except (ValueError, IndexError, KeyError, OSError) as error:  # the reader's own words for a file cut short
         raise ModelLoadError(f"{path} is not a readable GGUF file: {error}") from error
 
     def field(key: str, default: Any = None) -> Any:

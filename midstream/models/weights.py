@@ -144,8 +144,11 @@ class Staging:
         self._buffers: dict[str, torch.Tensor] = {}
         self._filled: dict[str, set[str]] = {}
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one checkpoint tensor (its shape already checked) into every slot it is a piece of."""
+    def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy one checkpoint tensor (its shape already checked), cast, into every slot it is a piece of.
+
+        Returns it as it is held now: a view of staging.
+        """
         places = self._places[name]
         if name == EMBEDDING and len(places) == 2:
             places = places[:1]  # the tied head packs the embedding's own buffer at finalize
@@ -154,8 +157,10 @@ class Staging:
                 shape = self._slots[slot_name].shape
                 self._buffers[slot_name] = torch.empty(shape, dtype=self.dtype, device=self.device)
                 self._filled[slot_name] = set()
-            self._buffers[slot_name][start : start + rows].copy_(tensor)
+            held = self._buffers[slot_name][start : start + rows]
+            held.copy_(tensor)
             self._filled[slot_name].add(name)
+        return held
 
     def finalize(self, live: ModelWeights | None) -> ModelWeights:
         """The complete next version: staged slots settled and packed, every other slot taken from ``live`` as it is.

@@ -19,7 +19,7 @@ def fingerprint(dtype: torch.dtype, block_size: int) -> dict[str, Any]:
     return {
         "attention": "reference" if library is None else str(library._name).rsplit("/", 1)[-1],
         "linear": "packed" if packing_available() else "plain",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": block_size,

@@ -13,6 +13,9 @@ import torch
 
 from midstream.types import SampledToken, SamplingParams, mix64
 
+_COLDEST = 1e-6
+"""Least positive temperature used: logits divided by less overflow, and this one is greedy but for exact ties."""
+
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """One uniform in [0, 1) per (seed, position), fp32 with 24 random bits: SplitMix64 as a counter-based generator."""
@@ -45,12 +48,13 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
 def processed_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Logits [R, V] of the distribution really sampled from: temperature, then top-k, then top-p. T = 0 rows: as is."""
     if any(p.temperature not in (0, 1) for p in params):
-        temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=logits.dtype, device=logits.device)
+        divisors = [max(p.temperature, _COLDEST) if p.temperature else 1.0 for p in params]
+        temperature = torch.tensor(divisors, dtype=logits.dtype, device=logits.device)
         logits = logits / temperature[:, None]
     rows = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1)]
     if rows:
         index = torch.tensor(rows, device=logits.device)
-        top_k = torch.tensor([params[i].top_k for i in rows], device=logits.device)
+        top_k = torch.tensor([min(params[i].top_k, logits.shape[-1]) for i in rows], device=logits.device)
         top_p = torch.tensor([params[i].top_p for i in rows], dtype=logits.dtype, device=logits.device)
         logits = logits.index_copy(0, index, truncate(logits[index], top_k, top_p))
     return logits

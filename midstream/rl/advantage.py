@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from midstream.errors import InvalidInput
-from midstream.rl.types import MicroBatch, RolloutGroup, TrainBatch
+from midstream.rl.types import MicroBatch, Rollout, RolloutGroup, TrainBatch
 
 EPSILON = 1e-6
 """Keeps the scale finite when all rewards are equal; the advantages are then exactly 0."""
@@ -54,7 +54,9 @@ def build_batch(step: int, groups: Sequence[RolloutGroup], max_micro_batch_token
     the groups.
     """
     micro_batches: list[MicroBatch] = []
-    rollouts, advantages, size, last_group = [], [], 0, -1
+    rollouts: list[Rollout] = []
+    advantages: list[float] = []
+    size, last_group = 0, -1
     for group in groups:
         for rollout, advantage in zip(group.rollouts, group_advantages(group.rewards), strict=True):
             prompt, output = len(rollout.prompt_token_ids), len(rollout.output_token_ids)

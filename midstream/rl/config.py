@@ -87,12 +87,16 @@ class TrainConfig:
     """Any one call of a weight update."""
 
     def __post_init__(self) -> None:
-        positive = ("steps groups_per_step samples_per_group max_tokens max_num_seqs max_micro_batch_tokens "
-                    "lr max_grad_norm tis_cap reward_timeout_s group_timeout_s step_timeout_s update_timeout_s")
+        positive = (
+            "steps groups_per_step samples_per_group max_tokens max_num_seqs max_micro_batch_tokens "
+            "lr max_grad_norm tis_cap reward_timeout_s group_timeout_s step_timeout_s update_timeout_s"
+        )
         for name in positive.split():
             self._number(name, lambda v: v > 0, "positive")
-        others = ("seed max_staleness warmup_steps weight_decay clip_low clip_high overlong_buffer_tokens "
-                  "overlong_factor eval_problems checkpoint_every")
+        others = (
+            "seed max_staleness warmup_steps weight_decay clip_low clip_high overlong_buffer_tokens "
+            "overlong_factor eval_problems checkpoint_every"
+        )
         for name in others.split():
             self._number(name, lambda v: v >= 0, ">= 0")
         self._number("temperature", lambda v: v > 0, "positive: a greedy policy has no gradient")
@@ -142,7 +146,7 @@ class TrainConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> TrainConfig:
-        """A recipe file; ``overrides`` that are not None win. ``FILE.py`` of a task is looked for beside the recipe."""
+        """A recipe file; ``overrides`` that are not None win. Its model and ``FILE.py`` are looked for beside it."""
         path = Path(path)
         try:
             values = tomllib.loads(path.read_text())
@@ -151,11 +155,13 @@ class TrainConfig:
         except tomllib.TOMLDecodeError as error:
             raise InvalidInput(f"recipe {path} is not valid TOML: {error}") from error
         values |= {name: value for name, value in overrides.items() if value is not None}
-        task = str(values.get("task", ""))
-        if ".py:" in task and "task" not in {k for k, v in overrides.items() if v is not None}:
-            beside = path.parent / task
-            if beside.with_name(beside.name.partition(":")[0]).exists():
-                values["task"] = str(beside)
+        given = {name for name, value in overrides.items() if value is not None}
+        for name in ("model", "task"):  # what a recipe names is looked for beside it first
+            text = str(values.get(name, ""))
+            is_file = ".py:" in text
+            beside = path.parent / (text.rpartition(":")[0] if is_file else text)
+            if text and name not in given and (name == "model" or is_file) and beside.exists():
+                values[name] = str(path.parent / text)
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -221,7 +221,9 @@ class ReasoningGymTask(TextTask):
         try:
             import reasoning_gym
         except ImportError as error:
-            raise InvalidInput("task reasoning_gym needs the package reasoning-gym: pip install reasoning-gym") from error
+            raise InvalidInput(
+                "task reasoning_gym needs the package reasoning-gym: pip install reasoning-gym"
+            ) from error
         super().__init__(tokenizer, seed)
         self.name = f"reasoning_gym:{dataset}"
         self.instruction = instruction
@@ -229,7 +231,9 @@ class ReasoningGymTask(TextTask):
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, size=self._SIZE, seed=seed, **(config or {}))
         except (ValueError, TypeError, AssertionError) as error:
-            raise InvalidInput(f"reasoning_gym cannot make {dataset!r} with config {dict(config or {})}: {error}") from error
+            raise InvalidInput(
+                f"reasoning_gym cannot make {dataset!r} with config {dict(config or {})}: {error}"
+            ) from error
 
     def draw(self, rng: random.Random) -> tuple[str, Any]:
         entry = self._dataset[rng.randrange(self._SIZE)]
@@ -270,7 +274,9 @@ class PromptTask(TextTask):
         pairs = [(p, None) if isinstance(p, str) else (p[0], p[1]) for p in prompts]
         self._by_split = {split: [pair for pair in pairs if split_of(pair[0]) == split] for split in SPLITS}
         if not self._by_split["train"]:
-            raise InvalidInput(f"task {name}: none of its {len(pairs)} prompts hashes to the train split; give more prompts")
+            raise InvalidInput(
+                f"task {name}: none of its {len(pairs)} prompts hashes to the train split; give more prompts"
+            )
 
     def problem(self, split: Split, index: int) -> Problem:
         pairs = self._by_split[split]
@@ -304,12 +310,13 @@ def make_task(spec: str, tokenizer: Tokenizer, seed: int, options: Mapping[str, 
     """
     kind, _, rest = spec.rpartition(":") if ".py:" in spec else spec.partition(":")
     make: Callable[..., Task]
+    args: tuple[Any, ...] = (tokenizer, seed)
     if kind in _BUILT_IN and not rest:
-        make, args = _BUILT_IN[kind], (tokenizer, seed)
+        make = _BUILT_IN[kind]
     elif kind == "reasoning_gym" and rest:
-        make, args = ReasoningGymTask, (rest, tokenizer, seed)  # type: ignore[assignment]
+        make, args = ReasoningGymTask, (rest, *args)
     elif kind.endswith(".py") and rest:
-        make, args = _function_of_file(Path(kind), rest), (tokenizer, seed)
+        make = _function_of_file(Path(kind), rest)
     else:
         raise InvalidInput(f"unknown task {spec!r}; use {', '.join(_BUILT_IN)}, reasoning_gym:NAME or FILE.py:FUNCTION")
     try:
@@ -342,7 +349,9 @@ async def score(task: Task, problem: Problem, completion: Completion, timeout_s:
     try:
         value = await asyncio.wait_for(task.reward(problem, completion), timeout_s)
     except TimeoutError as error:
-        raise RewardError(f"{where} took longer than {timeout_s:g} s; raise reward_timeout_s or make it faster") from error
+        raise RewardError(
+            f"{where} took longer than {timeout_s:g} s; raise reward_timeout_s or make it faster"
+        ) from error
     except MidstreamError:
         raise
     except Exception as error:

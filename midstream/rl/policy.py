@@ -65,12 +65,14 @@ class Policy:
             for file in self.path.glob("*.json"):
                 if not file.name.endswith("index.json"):
                     shutil.copy(file, directory / file.name)
-            config = json.loads((directory / "config.json").read_text())
-            config["dtype"] = dtype_name(self.dtype)
-        else:
-            config = self.config.to_hf()
-            config["dtype"] = dtype_name(self.dtype)
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self.save_config(directory)
+
+    def save_config(self, directory: str | pathlib.Path) -> None:
+        """config.json as the checkpoint has it, with the dtype that is really stored."""
+        original = self.path / "config.json"
+        config = json.loads(original.read_text()) if original.is_file() else self.config.to_hf()
+        config["dtype"] = dtype_name(self.dtype)
+        (pathlib.Path(directory) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 class PolicySource:

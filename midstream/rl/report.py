@@ -78,7 +78,11 @@ class StepLog:
         try:
             return cls(
                 [StepEvent(*(x[k] for k in StepEvent.__dataclass_fields__)) for x in lines if x["event"] == "step"],
-                [CommitEvent(*(x[k] for k in CommitEvent.__dataclass_fields__)) for x in lines if x["event"] == "commit"],
+                [
+                    CommitEvent(*(x[k] for k in CommitEvent.__dataclass_fields__))
+                    for x in lines
+                    if x["event"] == "commit"
+                ],
             )
         except KeyError as error:
             raise InvalidInput(f"{path} is not a step log: a line lacks {error}") from error
@@ -224,7 +228,10 @@ def _draw_learning(axes: Any, metrics: list[dict[str, Any]], summary: dict[str, 
     axes.plot(steps, [line["reward"] for line in metrics], label="reward of the rollouts", color="tab:blue", lw=1)
     axes.plot(steps, [line["pass_rate"] for line in metrics], label="pass rate of the rollouts", color="tab:cyan", lw=1)
     ends = [steps[0], steps[-1] + 1]
-    for key, name, marker in (("accuracy", "held-out, sampled at T = 1", "o"), ("greedy_accuracy", "held-out, greedy", "s")):
+    for key, name, marker in (
+        ("accuracy", "held-out, sampled at T = 1", "o"),
+        ("greedy_accuracy", "held-out, greedy", "s"),
+    ):
         if f"{key}_before" in summary and f"{key}_after" in summary:
             values = [summary[f"{key}_before"], summary[f"{key}_after"]]
             axes.plot(ends, values, marker, ms=8, label=f"{name}: {values[0]:.3f} → {values[1]:.3f}")
@@ -238,7 +245,11 @@ def _draw_staleness(axes: Any, metrics: list[dict[str, Any]]) -> None:
     axes.step(steps, [line["staleness_max"] for line in metrics], where="mid", label="oldest token", color="tab:red")
     axes.plot(steps, [line["staleness_mean"] for line in metrics], label="mean over tokens", color="tab:orange")
     axes.plot(
-        steps, [line["spanning_share"] for line in metrics], ":", label="share of rollouts over 2+ versions", color="tab:gray"
+        steps,
+        [line["spanning_share"] for line in metrics],
+        ":",
+        label="share of rollouts over 2+ versions",
+        color="tab:gray",
     )
     axes.set(title="Staleness", xlabel="optimizer step", ylabel="optimizer steps")
     axes.grid(alpha=0.3)
@@ -248,9 +259,13 @@ def _draw_staleness(axes: Any, metrics: list[dict[str, Any]]) -> None:
 def _draw_running(axes: Any, log: StepLog, origin: float, end: float) -> None:
     log = log.between(origin, end)
     axes.plot([s.t0 - origin for s in log.steps], [s.running for s in log.steps], lw=0.5, color="tab:green")
-    axes.vlines([c.t0 - origin for c in log.commits], 0, [max(c.running, 0.5) for c in log.commits], lw=0.7, color="tab:red")
+    axes.vlines(
+        [c.t0 - origin for c in log.commits], 0, [max(c.running, 0.5) for c in log.commits], lw=0.7, color="tab:red"
+    )
     axes.set(
-        title="Requests running in the engine (green), and at each weight commit (red)", xlabel="seconds", ylabel="running"
+        title="Requests running in the engine (green), and at each weight commit (red)",
+        xlabel="seconds",
+        ylabel="running",
     )
 
 
@@ -271,7 +286,9 @@ def _draw_zoom(
     for commit in log.between(start, end).commits:
         axes.axvline(commit.t0 - origin, color="tab:red", lw=1)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.set(title=f"{len(window)} optimizer steps; commits in red", xlabel="seconds", xlim=(start - origin, end - origin))
+    axes.set(
+        title=f"{len(window)} optimizer steps; commits in red", xlabel="seconds", xlim=(start - origin, end - origin)
+    )
 
 
 # -- the live display --------------------------------------------------------------------------------------------------

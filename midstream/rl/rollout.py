@@ -21,13 +21,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from midstream.errors import Conflict, EnginePaused, MidstreamError, TimedOut
+from midstream.errors import EnginePaused, MidstreamError, TimedOut
 from midstream.rl.advantage import is_useless, overlong_penalty
 from midstream.rl.buffer import RolloutBuffer
+from midstream.rl.engine_thread import CLOSE_S
+from midstream.rl.engine_thread import EngineThread as EngineThread
 from midstream.rl.env import Problem, Task, score
 from midstream.rl.types import EvalResult, Rollout, RolloutGroup, TakenGroups, eval_seed, group_seed
 from midstream.types import CompletionOutput, SamplingParams
@@ -38,57 +39,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _RETRY_S = 0.2
-_CLOSE_S = 10.0
-
-
-class EngineThread:
-    """An event loop in a thread of its own. The engine client lives on it; other threads post coroutines."""
-
-    def __init__(self, name: str = "rollouts") -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.close()
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        if not self._thread.is_alive():
-            coroutine.close()
-            raise Conflict("the engine thread is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Wait for the result from another thread. Raises ``TimedOut`` and cancels the coroutine after ``timeout_s``."""
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise Conflict(f"{what}: a blocking call from the engine thread would wait for itself")
-        future = self.submit(coroutine)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError as error:
-            if future.done():  # the coroutine's own TimeoutError, with its own message
-                raise
-            future.cancel()
-            raise TimedOut(f"{what} did not end within {timeout_s:g} s") from error
-
-    def close(self) -> None:
-        """Cancel what still runs and end the thread, within some seconds. Calling it again does nothing."""
-        if not self._thread.is_alive():
-            return
-        self.run(_cancel_all(), _CLOSE_S, "closing the engine thread")
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CLOSE_S)
-
-
-async def _cancel_all() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=_CLOSE_S / 2)
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -140,12 +90,14 @@ class Sampler:
             replace(
                 rollout,
                 penalty=overlong_penalty(
-                    len(rollout.output_token_ids), self.params.max_tokens, self.overlong_buffer_tokens,
+                    len(rollout.output_token_ids),
+                    self.params.max_tokens,
+                    self.overlong_buffer_tokens,
                     self.overlong_factor,
                 ),
             )
             for rollout in rollouts
-        ]  # fmt: skip
+        ]
         return RolloutGroup(g, shaped)
 
     async def evaluate(self, problems: Sequence[Problem], temperature: float, name: str) -> EvalResult:
@@ -298,7 +250,7 @@ class RolloutWorker:
     def close(self) -> list[RolloutGroup]:
         with self._changed:
             self._running = False
-        self._engine.run(self._cancel(), _CLOSE_S, "closing the rollout worker")
+        self._engine.run(self._cancel(), CLOSE_S, "closing the rollout worker")
         with self._changed:
             return self._buffer.leftovers()
 
@@ -330,16 +282,11 @@ class RolloutWorker:
         self._pump()
 
     async def _cancel(self) -> None:
-        tasks = list(self._tasks)
+        tasks = list(self._tasks)  # a cancelled generate_one aborts its request in the engine
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_CLOSE_S / 2)
-        for task in tasks:
-            try:
-                await asyncio.wait_for(self._sampler.client.abort(task.get_name()), _CLOSE_S / 4)
-            except (MidstreamError, TimeoutError):
-                return  # a dead engine runs nothing
+            await asyncio.wait(tasks, timeout=CLOSE_S / 2)
 
 
 class SyncRollouts:

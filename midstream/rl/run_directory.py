@@ -14,8 +14,10 @@ A line of rollouts.jsonl::
 
     {"kind": "train" | "useless" | "left over" | "eval before" | "greedy before" | "eval after" | "greedy after",
      "step": 3 or null, "group": 50, "index": 2, "seed": 1234, "prompt": [ids], "output": [ids],
-     "logprobs": "be9a3c01…" (8 hex digits per token: the float32's bits, most significant first),
-     "spans": [[number, start, end], …] (commit number of each output token), "kv_versions": null or [[number, start, end]],
+     "logprobs": "be9a3c01…" (8 hex digits per token: the float32's bits, most significant first; of the distribution
+                 sampled from, and for greedy tokens of the model's own, at temperature 1),
+     "spans": [[number, start, end], …] (commit number of each output token),
+     "kv_versions": null or [[number, start, end], …],
      "temperature": 1.0, "top_p": 1.0, "top_k": 0, "reward": 1.0, "penalty": 0.0, "finish_reason": "stop"}
 """
 

@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from midstream.errors import Conflict, TimedOut
-from midstream.rl.rollout import EngineThread
+from midstream.rl.engine_thread import EngineThread
 from midstream.types import KVPolicy
-from midstream.weights.base import TrainerWeightTransferEngine, trainer_engines
-from midstream.weights.session import CastPolicy, UpdateMode
+from midstream.weights.base import CastPolicy, TrainerWeightTransferEngine, UpdateMode, trainer_engines
 from midstream.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class WeightSync:
         try:
             record = pending.result(self._timeout_s)
         except TimeoutError as error:
-            if pending.done():
+            if pending.done():  # the error is the update's own
                 self._pending = None
                 raise
             raise TimedOut(f"the weight update was not committed within {self._timeout_s:g} s") from error

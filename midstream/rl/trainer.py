@@ -9,11 +9,11 @@
     update thread   start, chunks, finish ◄──────────────────────────────────────────────┘
                       └► commit: the engine holds the new weights ► release the step's slots ► new groups start
 
-| loop            | consumes            | waits for                            | is unblocked by                  |
-|-----------------|---------------------|--------------------------------------|----------------------------------|
-| engine thread   | free slots          | fewer than (S + 1) G groups unreleased | a release, or a useless group    |
-| trainer         | G useful groups     | every group below the last of them   | rewards                          |
-| update thread   | one policy version  | the engine's commit                  | at most one prefill (the progress rule) |
+| loop          | consumes           | waits for                              | is unblocked by               |
+|---------------|--------------------|----------------------------------------|-------------------------------|
+| engine thread | free slots         | fewer than (S + 1) G unreleased groups | a release, or a useless group |
+| trainer       | G useful groups    | every group below the last of them     | rewards                       |
+| update thread | one policy version | the engine's commit                    | at most one prefill           |
 
 ``config.sync`` takes the engine thread's part away: the same loop, with generation inside ``take`` and nothing in
 flight during the step. One seed gives the same weights, bit for bit, with ``sync`` and with ``max_staleness = 0``.
@@ -36,9 +36,10 @@ from midstream.rl import report
 from midstream.rl.advantage import build_batch
 from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.config import TrainConfig
+from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Task, heldout_problems
 from midstream.rl.loss import LossStats, clip_grad_norm, dapo_loss
-from midstream.rl.rollout import EngineThread, GroupSource, RolloutWorker, Sampler, SyncRollouts, sampling_params
+from midstream.rl.rollout import GroupSource, RolloutWorker, Sampler, SyncRollouts, sampling_params
 from midstream.rl.run_directory import RunDirectory
 from midstream.rl.sync import Sends, UpdateRecord, WeightSync
 from midstream.rl.types import EvalResult, MicroBatch, TakenGroups, TrainBatch
@@ -183,7 +184,7 @@ class AsyncTrainer:
         loss, stats, fresh, fresh_exact = 0.0, None, 0, 0
         for micro_batch in batch.micro_batches:
             loss_sum, part, tokens, equal = self._loss(micro_batch)
-            (loss_sum / batch.num_tokens).backward()  # type: ignore[no-untyped-call]
+            (loss_sum / batch.num_tokens).backward()
             loss += loss_sum.item() / batch.num_tokens
             stats = part if stats is None else stats + part
             fresh += tokens

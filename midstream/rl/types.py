@@ -23,7 +23,7 @@ def derive_seed(run_seed: int, purpose: str, index: int) -> int:
 
 
 def group_seed(run_seed: int, g: int) -> int:
-    """The sampling seed of group g. Completion k of the group has ``child_seed(group_seed, k)``, given by the engine."""
+    """The sampling seed of group g. Its completion k has ``child_seed(group_seed, k)``, given by the engine."""
     return derive_seed(run_seed, "group", g)
 
 

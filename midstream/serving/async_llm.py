@@ -93,6 +93,9 @@ class AsyncLLM:
         except TimeoutError as error:
             await self.aclose()
             raise TimedOut(f"the engine did not start within {timeout_s} s") from error
+        except MidstreamError:
+            await self.aclose()
+            raise
 
     async def aclose(self) -> None:
         """Shut the core down: every open stream ends with EngineDead. Bounded; may be called twice."""

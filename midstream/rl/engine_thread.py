@@ -1,0 +1,65 @@
+"""An event loop in a thread: where the engine's client lives, while the trainer's threads go on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from midstream.errors import Conflict, TimedOut
+
+T = TypeVar("T")
+CLOSE_S = 10.0
+"""Closing anything that runs on the thread takes no longer than this."""
+
+
+class EngineThread:
+    """An event loop in a thread of its own. The engine client lives on it; other threads post coroutines."""
+
+    def __init__(self, name: str = "rollouts") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise Conflict("the engine thread is closed")
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """Wait for the result, from another thread. After ``timeout_s``: cancels the coroutine, raises ``TimedOut``."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise Conflict(f"{what}: a blocking call from the engine thread would wait for itself")
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            if future.done():  # just in time, or the TimeoutError is the coroutine's own
+                return future.result()
+            future.cancel()
+            raise TimedOut(f"{what} did not end within {timeout_s:g} s") from error
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread, within some seconds. Calling it again does nothing."""
+        if not self._thread.is_alive():
+            return
+        self.run(_cancel_all(), CLOSE_S, "closing the engine thread")
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CLOSE_S)
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CLOSE_S / 2)

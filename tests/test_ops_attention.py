@@ -1,0 +1,254 @@
+"""Paged attention: the kernel, its plain twin and a dense definition; the same bits whoever shares the batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from midstream.ops import attention, reference
+from midstream.ops.attention import AttentionMetadata, PagedAttention
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: q [n, H, F] are the queries of the last n of its context k, v [L, K, F]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def part(self, start: int, end: int) -> Item:
+        """The queries [start, end) as they were when the context ended there (of a request that is all queries)."""
+        return Item(self.q[start:end], self.k[:end], self.v[:end])
+
+
+def item(seed: int, queries: int, context: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Item:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return Item(draw(queries, heads, dim), draw(context, kv_heads, dim), draw(context, kv_heads, dim))
+
+
+def lay_out(
+    items: list[Item], size: int, place_seed: int = 0, write=attention.write_kv
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata]:
+    """(q, key cache, value cache, metadata), blocks in random places; every slot that is not written holds NaN."""
+    _, kv_heads, dim = items[0].k.shape
+    counts = [-(-len(i.k) // size) for i in items]
+    num_blocks = sum(counts) + 3
+    places = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(place_seed)).tolist()
+    keys = torch.full((num_blocks, kv_heads, dim, size), torch.nan, dtype=items[0].k.dtype)
+    values = torch.full((num_blocks, kv_heads, size, dim), torch.nan, dtype=items[0].k.dtype)
+    tables = []
+    for one, count in zip(items, counts, strict=True):
+        table = [places.pop() for _ in range(count)]
+        slots = torch.tensor([table[p // size] * size + p % size for p in range(len(one.k))])
+        write(keys, values, one.k, one.v, slots)
+        tables.append(table + [0] * (max(counts) - count))
+    ends = list(itertools.accumulate((len(i.q) for i in items), initial=0))
+    metadata = AttentionMetadata(
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
+        seq_lens=torch.tensor([len(i.k) for i in items], dtype=torch.int32),
+        max_seqlen_q=max(len(i.q) for i in items),
+    )
+    return torch.cat([i.q for i in items]), keys, values, metadata
+
+
+def kernel(items: list[Item], size: int, place_seed: int = 0) -> list[torch.Tensor]:
+    q, keys, values, meta = lay_out(items, size, place_seed)
+    out = attention.paged_attention(q, keys, values, meta, q.shape[2] ** -0.5)
+    return list(out.split([len(i.q) for i in items]))
+
+
+def plain(items: list[Item], size: int, place_seed: int = 0) -> list[torch.Tensor]:
+    q, keys, values, m = lay_out(items, size, place_seed, reference.write_kv)
+    out = reference.paged_attention(
+        q, keys, values, m.block_tables, m.cu_seqlens_q, m.seq_lens, q.shape[2] ** -0.5
+    )
+    return list(out.split([len(i.q) for i in items]))
+
+
+TWINS = pytest.mark.parametrize("attend", [kernel, plain])
+
+
+def dense(one: Item) -> torch.Tensor:
+    """The textbook definition, in float64."""
+    n, heads, dim = one.q.shape
+    group = heads // one.k.shape[1]
+    q, k, v = one.q.double(), one.k.double(), one.v.double()
+    scores = torch.einsum("qhf,khf->hqk", q, k.repeat_interleave(group, 1)) * dim**-0.5
+    hidden = torch.arange(len(k)) > (len(k) - n + torch.arange(n))[:, None]
+    p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+    return torch.einsum("hqk,khf->qhf", p, v.repeat_interleave(group, 1))
+
+
+def check_values(group: int, dim: int, size: int, dtype: torch.dtype) -> None:
+    kv_heads = 2
+    items = [
+        item(seed, queries, context, group * kv_heads, kv_heads, dim, dtype)
+        for seed, (queries, context) in enumerate([(1, 1), (1, size), (1, size + 1), (7, 40), (33, 33), (1, 70)])
+    ]
+    for one, fast, slow in zip(items, kernel(items, size), plain(items, size), strict=True):
+        wanted = dense(one)
+        assert fast.dtype == slow.dtype == dtype
+        for found in (fast, slow):
+            assert (found.double() - wanted).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", range(1, 10))
+def test_both_twins_are_the_dense_definition_for_every_group(group: int, dtype: torch.dtype) -> None:
+    check_values(group, 32, 16, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "size"), [(16, 16), (48, 32), (64, 16), (64, 64), (80, 32), (128, 16)])
+def test_both_twins_are_the_dense_definition_for_every_geometry(dim: int, size: int, dtype: torch.dtype) -> None:
+    check_values(3, dim, size, dtype)
+
+
+@pytest.mark.parametrize(("dim", "size"), [(24, 16), (32, 8), (20, 5)])
+def test_other_geometries_take_the_plain_twin(dim: int, size: int) -> None:
+    check_values(3, dim, size, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_take_the_plain_twin(dtype: torch.dtype) -> None:
+    one = item(0, 3, 20, 4, 2, 32, dtype)
+    assert torch.allclose(kernel([one], 16)[0].double(), dense(one), atol=1e-2)
+
+
+@TWINS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(9, 3, 64, 16), (2, 2, 32, 32), (9, 1, 16, 16), (1, 1, 16, 16)])
+def test_case_104_a_request_has_the_same_bits_alone_and_in_any_batch(
+    attend, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+) -> None:
+    shapes = [(1, 1), (1, 16), (5, 30), (1, 120), (20, 20), (1, 17), (24, 60), (2, 2), (1, 77)]
+    items = [item(seed, q, c, heads, kv_heads, dim, dtype) for seed, (q, c) in enumerate(shapes)]
+    alone = [attend([one], size, seed)[0] for seed, one in enumerate(items)]
+    for batch in (items, items[::-1], items[3:7], items * 4):
+        for one, found in zip(batch, attend(batch, size, 99), strict=True):
+            index = next(i for i, known in enumerate(items) if known is one)
+            assert torch.equal(found, alone[index])
+
+
+@TWINS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_case_104_prefill_decode_and_chunks_have_the_same_bits(attend, dtype: torch.dtype) -> None:
+    whole = item(5, 50, 50, 6, 2, 32, dtype)
+    mate = item(6, 1, 90, 6, 2, 32, dtype)
+    wanted = attend([whole], 16)[0]
+    decoded = torch.cat([attend([whole.part(p, p + 1)], 16, p)[0] for p in range(50)])
+    assert torch.equal(decoded, wanted)
+    for chunk in (7, 8, 33):
+        parts = [attend([mate, whole.part(p, min(p + chunk, 50))], 16, p)[1] for p in range(0, 50, chunk)]
+        assert torch.equal(torch.cat(parts), wanted)
+
+
+@TWINS
+def test_one_thread_and_two_give_the_same_bits(attend) -> None:
+    for dtype in DTYPES:
+        items = [item(s, 20, 60, 9, 3, 64, dtype) for s in range(4)]
+        for batch in (items, [items[0].part(0, 1)], items[:1]):
+            found = []
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                found.append(torch.cat(attend(batch, 16)))
+            assert torch.equal(*found)
+
+
+@TWINS
+def test_case_072_whatever_an_unwritten_slot_holds_cannot_reach_the_result(attend, monkeypatch) -> None:
+    items = [item(s, 3, c, 4, 2, 32, torch.float32) for s, c in enumerate([3, 16, 17, 40])]
+    poisoned = torch.cat(attend(items, 16))
+    assert poisoned.isfinite().all()
+    full = torch.full
+    for filler in (torch.inf, -torch.inf, 3e38):
+        monkeypatch.setattr(torch, "full", lambda shape, _, f=filler, **kw: full(shape, f, **kw))
+        assert torch.equal(torch.cat(attend(items, 16)), poisoned)
+
+
+def test_extreme_scores_stay_finite_and_right() -> None:
+    one = item(3, 4, 40, 4, 2, 32, torch.float32)
+    for factor in (1e-20, 50.0, 1e4):
+        hot = replace(one, q=one.q * factor)
+        for attend in (kernel, plain):
+            assert torch.allclose(attend([hot], 16)[0].double(), dense(hot), atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("forced_plain", [False, True])
+def test_gradients_are_those_of_the_dense_definition(dtype: torch.dtype, forced_plain: bool, monkeypatch) -> None:
+    """Two completions share a prompt's full block and copy its partial one; a third request stands alone."""
+    if forced_plain:
+        monkeypatch.setattr(attention.cpu, "supports", lambda *_: False)
+    heads, kv_heads, dim, size = 6, 2, 16, 16
+    spans = {"prompt": (20, 20), "a": (5, 25), "b": (13, 33), "alone": (17, 17)}
+    generator = torch.Generator().manual_seed(1)
+    leaves = {
+        name: [
+            torch.randn(n, h, dim, generator=generator).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)
+        ]
+        for name, (n, _) in spans.items()
+    }
+    upstream = {name: torch.randn(n, heads, dim, generator=generator) for name, (n, _) in spans.items()}
+
+    def gradients(outs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        loss = sum((outs[name].float() * upstream[name]).sum() for name in spans)
+        flat = [leaf for group in leaves.values() for leaf in group]
+        return [g.float() for g in torch.autograd.grad(loss, flat)]
+
+    def context(name: str, which: int) -> torch.Tensor:
+        own = leaves[name][which]
+        return torch.cat((leaves["prompt"][which], own)) if name in "ab" else own
+
+    wanted = gradients({n: dense(Item(leaves[n][0], context(n, 1), context(n, 2))) for n in spans})
+
+    def blocks(x: torch.Tensor) -> torch.Tensor:  # [n, K, F] → [blocks, S, K, F]
+        padded = torch.cat((x, x.new_zeros(-len(x) % size, kv_heads, dim)))
+        return padded.view(-1, size, kv_heads, dim)
+
+    parts: list[list[torch.Tensor]] = [[], []]
+    tables: dict[str, list[int]] = {}
+    at = 0
+    for name in spans:
+        own = [context(name, which)[16 * (name in "ab") :] for which in (1, 2)]
+        for part, x in zip(parts, own, strict=True):
+            part.append(blocks(x))
+        count = -(-len(own[0]) // size)
+        tables[name] = ([0] if name in "ab" else []) + list(range(at, at + count))
+        at += count
+    keys = torch.cat(parts[0]).permute(0, 2, 3, 1).contiguous()
+    values = torch.cat(parts[1]).permute(0, 2, 1, 3).contiguous()
+    width = max(map(len, tables.values()))
+    meta = AttentionMetadata(
+        block_tables=torch.tensor([tables[n] + [0] * (width - len(tables[n])) for n in spans], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor(list(itertools.accumulate((n for n, _ in spans.values()), initial=0)), dtype=torch.int32),
+        seq_lens=torch.tensor([length for _, length in spans.values()], dtype=torch.int32),
+        max_seqlen_q=20,
+    )
+    q = torch.cat([leaves[n][0] for n in spans])
+    out = PagedAttention.apply(q, keys, values, meta, dim**-0.5)
+    found = gradients(dict(zip(spans, out.split([n for n, _ in spans.values()]), strict=True)))
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-2
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).abs().max() < tolerance * (1 + theirs.abs().max())
