@@ -50,10 +50,8 @@ def main() -> None:
         """One group: n samples of one prompt, with rewards. The reward can be anything that awaits."""
         ids = llm.text.encode(prompt)
         output = await llm.generate_one(ids, SamplingParams(n=SAMPLES, max_tokens=10, seed=seed))
-        scored = [
-            (c.token_ids, c.processed_logprobs, float(c.finish_reason == "stop" and llm.text.decode(c.token_ids) == answer))
-            for c in output.outputs
-        ]
+        rewards = [float(c.finish_reason == "stop" and llm.text.decode(c.token_ids) == answer) for c in output.outputs]
+        scored = [(c.token_ids, c.processed_logprobs, r) for c, r in zip(output.outputs, rewards, strict=True)]
         versions = [span.number for c in output.outputs for span in c.weight_versions]
         finished.put((ids, scored, versions))
 
@@ -82,7 +80,8 @@ def main() -> None:
                 sampler += logprobs
 
         # DAPO: token-level mean, clip-higher, truncated importance weight against the sampler, no KL term.
-        logprobs = policy.logprobs([(ids, [tokens for tokens, _, _ in scored]) for ids, scored in groups], SamplingParams())
+        sequences = [(ids, [tokens for tokens, _, _ in scored]) for ids, scored in groups]
+        logprobs = policy.logprobs(sequences, SamplingParams())
         advantage, proximal = torch.tensor(advantages), logprobs.detach()
         weight = torch.exp(proximal - torch.tensor(sampler)).clamp(max=TIS_CAP)
         ratio = torch.exp(logprobs - proximal)

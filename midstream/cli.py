@@ -229,13 +229,18 @@ def _print_summary(s: dict[str, Any], config: TrainConfig, out: Path) -> None:
     def number(key: str, form: str) -> str:
         return "–" if s.get(key) is None else format(s[key], form)
 
+    def change(key: str, form: str = ".3f") -> str:
+        return f"{number(key + '_before', form)} → {number(key + '_after', form)}"
+
+    met = f"commits met ≥ half of {config.max_num_seqs} running"
     rows = [
-        ("held-out accuracy, sampled (T=1)", f"{number('accuracy_before', '.3f')} → {number('accuracy_after', '.3f')}"),
-        ("held-out accuracy, greedy", f"{number('greedy_accuracy_before', '.3f')} → {number('greedy_accuracy_after', '.3f')}"),
-        ("held-out reward, sampled", f"{number('reward_before', '.3f')} → {number('reward_after', '.3f')}"),
-        ("updates in flight", f"{number('updates_in_flight', 'd')} of {number('updates', 'd')} commits met ≥ half of {config.max_num_seqs} running"),
+        ("held-out accuracy, sampled (T=1)", change("accuracy")),
+        ("held-out accuracy, greedy", change("greedy_accuracy")),
+        ("held-out reward, sampled", change("reward")),
+        ("updates in flight", f"{number('updates_in_flight', 'd')} of {number('updates', 'd')} {met}"),
         ("rollouts over 2+ versions", f"{s['requests_spanning_versions']} of {s['requests']}"),
-        ("commit stall, median", f"{number('stall_ms_median', '.2f')} ms (decode step {number('step_ms_median', '.2f')} ms)"),
+        ("commit stall, median", f"{number('stall_ms_median', '.2f')} ms"),
+        ("decode step, median", f"{number('step_ms_median', '.2f')} ms"),
         ("generation / optimizer time", number("generation_to_training_ratio", ".2f")),
         ("re-prefilled tokens per update", number("reprefill_tokens_per_update", ".0f")),
         ("training", f"{number('training_s', '.1f')} s for {s['steps']} steps"),

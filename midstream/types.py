@@ -22,8 +22,6 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 MAX_SEED = (1 << 63) - 1
-MIN_TEMPERATURE = 1e-5
-"""Logits divided by less could leave fp32's range."""
 _U64 = (1 << 64) - 1
 
 
@@ -132,10 +130,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise InvalidInput(f"{name} must be a finite number, got {value!r}")
-        if self.temperature < 0 or 0 < self.temperature < MIN_TEMPERATURE:
-            raise InvalidInput(
-                f"temperature must be >= 0, and at least {MIN_TEMPERATURE} unless it is 0 (greedy), got {self.temperature}"
-            )
+        if self.temperature < 0:
+            raise InvalidInput(f"temperature must be >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise InvalidInput(f"top_p must be in (0, 1], got {self.top_p}")
         _integer("top_k", self.top_k, -1, None)

@@ -13,6 +13,7 @@ from checkpoints import random_weights, write_checkpoint
 from cores import TINY, Driver, Teacher, digests_of
 
 from midstream.engine import core as core_module
+from midstream.engine import updates as updates_module
 from midstream.errors import (
     Conflict,
     EnginePaused,
@@ -538,6 +539,8 @@ def test_progress_under_a_commit_after_every_step(make: Callable[..., Driver]) -
     versions = {0: W0}
     names = [driver.add(prompt(40, i), max_tokens=8, seed=i) for i in range(6)]
     ended: list[str] = []
+    promised: str | None = None  # the oldest request at the last commit, which must get a token before the next one
+    had = 0
     for turn in range(1000):
         driver.begin_update((W1, W2, W0)[turn % 3])
         op = driver.call("finish_weight_update")
@@ -551,7 +554,8 @@ def test_progress_under_a_commit_after_every_step(make: Callable[..., Driver]) -
                 break
         else:
             raise AssertionError("a finish was held for more than 200 steps")
-        assert oldest is None or turn == 0 or sampled[oldest] >= 1
+        assert promised is None or turn == 0 or sampled[promised] > had
+        promised, had = oldest, sampled[oldest] if oldest else 0
         number = driver.result(op)["number"]
         versions[number] = (W1, W2, W0)[turn % 3]
         assert driver.result(op)["commit_wait_ms"] >= 0 <= driver.result(op)["stall_ms"]
@@ -853,6 +857,7 @@ def patched_clock(monkeypatch: pytest.MonkeyPatch) -> Any:
         time = staticmethod(real.time)
 
     monkeypatch.setattr(core_module, "time", Clock)
+    monkeypatch.setattr(updates_module, "time", Clock)
     return Clock
 
 
@@ -1115,7 +1120,7 @@ def test_case_029_case_030_a_failed_update_leaves_the_old_weights_bit_for_bit(
     driver.add(prompt(8), "after", max_tokens=5)
     driver.run()
     Teacher(driver, {1: W1}).check([driver.output("after")], PLAIN)
-    assert not driver.core._jobs and driver.core._num_chunk_jobs == 0
+    assert not driver.core._jobs and driver.core.updates._num_chunks == 0
 
 
 def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]) -> None:
@@ -1148,7 +1153,6 @@ def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]
         ([3], {"max_tokens": -4}, "max_tokens must be >= 1, got -4"),
         ([3], {"temperature": float("nan")}, "temperature must be a finite number"),
         ([3], {"temperature": -0.1}, "temperature must be >= 0"),
-        ([3], {"temperature": 1e-40}, "temperature must be"),
         ([3], {"top_p": 0.0}, "top_p must be in"),
         ([3], {"top_k": -2}, "top_k must be"),
         ([3], {"n": 0}, "n must be >= 1"),
@@ -1174,7 +1178,8 @@ def test_bad_requests_are_refused_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_k": 1 << 70}, {"max_tokens": 1 << 70}, {"temperature": 1e30}, {"top_p": 1e-30}, {"temperature": 1e-3}]
+    "params",
+    [{"top_k": 1 << 70}, {"max_tokens": 1 << 70}, {"temperature": 1e300}, {"temperature": 1e-300}, {"top_p": 1e-300}],
 )
 def test_extreme_but_valid_parameters_do_not_stop_the_engine(make: Callable[..., Driver], params: dict[str, Any]) -> None:
     driver = make(num_blocks=64)

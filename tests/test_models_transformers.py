@@ -25,7 +25,7 @@ EXTRA = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-wide-heads": ("llama", {"head_dim": 32}),
-    "llama-odd-heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24}),
+    "llama-odd-heads": ("llama", {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24}),
     "llama-rope-parameters": ("llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
 }
 ALL = {**{name: (name, {}) for name in VARIANTS}, **EXTRA}

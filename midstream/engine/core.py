@@ -15,13 +15,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from midstream.config import EngineConfig
 from midstream.engine import protocol as p
 from midstream.engine.scheduler import Scheduler
+from midstream.engine.updates import WeightUpdates
 from midstream.engine.worker import Done, Worker
-from midstream.errors import Conflict, InvalidInput, MidstreamError, UpdateConflict
+from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
 from midstream.types import (
     FinishReason,
@@ -33,7 +34,7 @@ from midstream.types import (
     WeightVersion,
     child_seed,
 )
-from midstream.weights.manifest import weights_id
+from midstream.weights.manifest import digest, weights_id
 from midstream.weights.session import UpdateSession
 
 _MAX_N = 1024
@@ -56,17 +57,6 @@ class CoreOutputs:
     replies: list[Reply] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Finishing:
-    """A finish that waits for the chunks before it, then for staging to settle."""
-
-    op: int
-    label: str | None
-    kv_policy: str | None
-    prepare_job: int | None = None
-    prepared_at: float = 0.0
-
-
 class EngineCore:
     """Owns everything of one engine. Not thread-safe: one caller, who alternates commands and :meth:`step`."""
 
@@ -84,30 +74,29 @@ class EngineCore:
             version=version,
         )
         self.protocol = p.Protocol()
-        self.session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests)
         self.outputs = CoreOutputs()
         self.num_steps = 0
         self._jobs: dict[int, Callable[[Done], None]] = {}
-        self._num_chunk_jobs = 0
-        self._finishing: _Finishing | None = None
         self._deadlines: dict[int, float] = {}
         self._paused_since: float | None = None
         self._is_checked = True
-        self._log: IO[str] | None = open(config.step_log, "a") if config.step_log else None
+        self._log: IO[str] | None = open(config.step_log, "a") if config.step_log else None  # noqa: SIM115
+        session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests)
+        self.updates = WeightUpdates(self, session)
         self._verbs: dict[str, Callable[..., None]] = {
             "pause_generation": self._pause,
-            "resume_generation": lambda op: self._act(self.protocol.resume(op)),
-            "is_paused": lambda op: self._reply(op, {"is_paused": self.protocol.is_paused}),
-            "init_weight_transfer_engine": self._init_transfer,
-            "start_weight_update": self._start_update,
-            "update_weights": self._update_weights,
-            "finish_weight_update": self._finish_update,
-            "abort_weight_update": self._abort_update,
-            "shutdown_weight_transfer_engine": self._shutdown_transfer,
+            "resume_generation": lambda op: self.act(self.protocol.resume(op)),
+            "is_paused": lambda op: self.reply(op, {"is_paused": self.protocol.is_paused}),
+            "init_weight_transfer_engine": self.updates.init_transfer,
+            "start_weight_update": self.updates.start,
+            "update_weights": self.updates.update,
+            "finish_weight_update": self.updates.finish,
+            "abort_weight_update": self.updates.abort,
+            "shutdown_weight_transfer_engine": self.updates.shutdown_transfer,
             "reset_prefix_cache": self._reset_prefix_cache,
             "abort_requests": self._abort_requests,
-            "status": lambda op: self._reply(op, self.status()),
-            "weight_digests": lambda op: self._reply(op, self.weight_digests()),
+            "status": lambda op: self.reply(op, self.status()),
+            "weight_digests": lambda op: self.reply(op, self.weight_digests()),
         }
 
     # -- commands ----------------------------------------------------------------------------------------------
@@ -177,7 +166,21 @@ class EngineCore:
                     raise
                 raise InvalidInput(f"{verb}: {error}") from error
         except MidstreamError as error:
-            self._fail(op, error)
+            self.fail(op, error)
+
+    @property
+    def session(self) -> UpdateSession:
+        """The weight update, owned by ``updates``."""
+        return self.updates.session
+
+    @property
+    def has_jobs(self) -> bool:
+        """The staging thread works, or its results wait to be taken."""
+        return bool(self._jobs)
+
+    def run_job(self, job: int, then: Callable[[Done], None]) -> None:
+        """A job was given to the staging thread; ``then`` is called between two steps when it is done."""
+        self._jobs[job] = then
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
@@ -196,7 +199,7 @@ class EngineCore:
         while self.worker.completed:
             done = self.worker.completed.popleft()
             self._jobs.pop(done.job)(done)
-        self._act(self.protocol.boundary(self._facts()))
+        self.act(self.protocol.boundary(self._facts()))
         self._watch_clock()  # after the boundary: what is complete now is not late
         if not self.protocol.may_step or not self.scheduler.has_unfinished:
             if not self.scheduler.has_unfinished and not self._is_checked:
@@ -214,7 +217,7 @@ class EngineCore:
         self._report(changed)
         self.num_steps += 1
         if self._log:
-            self._record(
+            self.record(
                 event="step",
                 t0=start,
                 t1=time.monotonic(),
@@ -249,15 +252,8 @@ class EngineCore:
         for op in [op for op, deadline in self._deadlines.items() if now >= deadline]:
             live = list(self.scheduler.live)
             shown = ", ".join(live[:5]) + (f" and {len(live) - 5} more" if len(live) > 5 else "")
-            self._act(self.protocol.pause_timed_out(op, f"{len(live)} requests still run ({shown})"))
-        self._keep_lease(now)
-        if self.session.expired(now):
-            self._drop_update(f"its lease of {self.session.lease_s} s ended without a word from the trainer")
-
-    def _keep_lease(self, now: float) -> None:
-        """The trainer waits for us, not we for it: also when a step or a start came between two looks at the clock."""
-        if self._jobs or self._finishing:
-            self.session.touch(now)
+            self.act(self.protocol.pause_timed_out(op, f"{len(live)} requests still run ({shown})"))
+        self.updates.watch_lease(now)
 
     def _report(self, requests: Sequence[Request]) -> None:
         """Turn what the scheduler changed into increments: tokens not sent yet, and the end."""
@@ -268,11 +264,10 @@ class EngineCore:
             new = slice(request.num_sent_tokens, None)
             ids = request.token_ids[request.num_prompt_tokens + request.num_sent_tokens :]
             request.num_sent_tokens += len(ids)
-            stop = None
-            if request.status is RequestStatus.FINISHED_STOPPED and request.token_ids[-1] in request.params.stop_token_ids:
-                stop = request.token_ids[-1]
+            last = request.token_ids[-1]
+            stopped = request.status is RequestStatus.FINISHED_STOPPED and last in request.params.stop_token_ids
             wants_prompt = request.params.prompt_logprobs is not None
-            reason: FinishReason | None = request.status.value if finished else None
+            reason = cast(FinishReason, request.status.value) if finished else None
             self.outputs.increments.append(
                 RequestIncrement(
                     parent_id=request.parent_id,
@@ -284,7 +279,7 @@ class EngineCore:
                     weight_versions=list(request.version_spans),
                     seed=request.seed,
                     finish_reason=reason,
-                    stop_token_id=stop,
+                    stop_token_id=last if stopped else None,
                     prompt_logprobs=request.prompt_logprobs if wants_prompt and finished else None,
                     kv_versions=list(request.kv_history) or None,
                     num_cached_tokens=request.num_cached_tokens,
@@ -295,7 +290,7 @@ class EngineCore:
 
     # -- protocol actions --------------------------------------------------------------------------------------
 
-    def _act(self, actions: Sequence[p.Action]) -> None:
+    def act(self, actions: Sequence[p.Action]) -> None:
         for action in actions:
             match action:
                 case p.AbortAll():
@@ -303,20 +298,19 @@ class EngineCore:
                 case p.DropKV():
                     self.scheduler.drop_kv()
                 case p.Commit(op, policy):
-                    self._commit(op, policy)
+                    self.updates.commit(op, policy)
                 case p.Reply(op, value):
-                    self._reply(op, value)
+                    self.reply(op, value)
                 case p.Fail(op, error):
-                    if self._finishing and self._finishing.op == op:
-                        self._finishing = None  # the update stays prepared: a second finish may commit it
-                    self._fail(op, error)
+                    self.updates.finish_refused(op)
+                    self.fail(op, error)
         self._paused_since = (self._paused_since or time.time()) if self.protocol.is_paused else None
 
-    def _reply(self, op: Any, value: dict[str, Any]) -> None:
+    def reply(self, op: Any, value: dict[str, Any]) -> None:
         self._deadlines.pop(op, None)
         self.outputs.replies.append(Reply(op, value))
 
-    def _fail(self, op: Any, error: MidstreamError) -> None:
+    def fail(self, op: Any, error: MidstreamError) -> None:
         self._deadlines.pop(op, None)
         self.outputs.replies.append(Reply(op, error=error))
 
@@ -325,7 +319,7 @@ class EngineCore:
     ) -> None:
         if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):
             raise InvalidInput(f"timeout_s must be a number >= 0, got {timeout_s!r}")
-        self._act(self.protocol.pause(op, mode, clear_cache))
+        self.act(self.protocol.pause(op, mode, clear_cache))
         if timeout_s is not None:
             self._deadlines[op] = time.monotonic() + timeout_s
 
@@ -334,177 +328,17 @@ class EngineCore:
             isinstance(request_ids, (list, tuple)) and all(isinstance(name, str) for name in request_ids)
         ):
             raise InvalidInput("request_ids must be a list of strings, or null for all")
-        self._reply(op, {"status": "aborted", "aborted": self.abort(request_ids)})
+        self.reply(op, {"status": "aborted", "aborted": self.abort(request_ids)})
 
     def _reset_prefix_cache(self, op: int) -> None:
         if not self.scheduler.reset_prefix_cache():
             held = sum(1 for r in self.scheduler.live.values() if r.block_ids)
             raise Conflict(f"{held} requests hold KV blocks: pause with clear_cache=True, or abort them, first")
-        self._reply(op, {"success": True})
-
-    # -- the weight verbs --------------------------------------------------------------------------------------
-
-    def _init_transfer(self, op: int, request: dict[str, Any] | None = None) -> None:
-        init_info = self._field("init_weight_transfer_engine", request, "init_info", default={})
-        if self.session.is_open:
-            self._drop_update("the channel was initialised again")
-
-        def done(result: Done) -> None:
-            if result.error:
-                return self._fail(op, _as_midstream(result.error))
-            self._reply(op, {**result.value, "fingerprint": self.worker.fingerprint})
-
-        self._jobs[self.worker.init_transfer(init_info)] = done
-
-    def _start_update(
-        self, op: int, manifest: dict[str, Any] | None = None, mode: str = "full", cast: str = "deny"
-    ) -> None:
-        now = time.monotonic()
-        self._keep_lease(now)
-        reply = self.session.start(now, mode, cast, manifest)  # type: ignore[arg-type]
-        self.worker.discard()  # what an expired lease left
-        self._reply(op, {**reply, **self._version()})
-
-    def _update_weights(self, op: int, request: dict[str, Any] | None = None) -> None:
-        update_info = self._field("update_weights", request, "update_info")
-        if not isinstance(update_info, dict):
-            raise InvalidInput(f"update_info must be an object, got {type(update_info).__name__}")
-        self.session.require_open(update_info.get("update"))
-        if self._finishing:
-            raise UpdateConflict(f"weight update {self.session.session_id} is finishing: it takes no more chunks")
-        session_id = self.session.session_id
-        self._num_chunk_jobs += 1
-
-        def done(result: Done) -> None:
-            self._num_chunk_jobs -= 1
-            try:
-                if self.session.session_id != session_id or not self.session.is_open:
-                    raise UpdateConflict(f"weight update {session_id} was aborted while this chunk was received")
-                if result.error:
-                    raise _as_midstream(result.error)
-                self.session.record(result.value)
-                self._reply(op, {"received": len(result.value), "bytes": sum(r.nbytes for r in result.value)})
-            except MidstreamError as error:
-                if self.session.session_id == session_id:
-                    self._drop_update(error.message)
-                self._fail(op, error)
-            self._continue_finish()
-
-        self._jobs[self.worker.receive(update_info, self.session.check)] = done
-        self.session.touch(time.monotonic())
-
-    def _finish_update(self, op: int, weight_version: str | None = None, kv_policy: str | None = None) -> None:
-        if weight_version is not None and not isinstance(weight_version, str):
-            raise InvalidInput(f"weight_version must be a string, got {weight_version!r}")
-        if self._finishing:
-            raise UpdateConflict("a finish of this update is in progress already: wait for its answer")
-        if not self.session.is_open:
-            self.session.require_open()
-        if kv_policy is not None and kv_policy not in ("recompute", "keep"):
-            raise InvalidInput(f"kv_policy must be recompute or keep, got {kv_policy!r}")
-        self._finishing = _Finishing(op, weight_version, kv_policy)
-        if self.session.state.value == "prepared":  # an earlier finish was refused by a pause
-            return self._hand_over()
-        self._continue_finish()
-
-    def _continue_finish(self) -> None:
-        finishing = self._finishing
-        if finishing is None or finishing.prepare_job is not None or self._num_chunk_jobs:
-            return
-        try:
-            self.session.verify()
-        except MidstreamError as error:
-            self._drop_update(error.message, answer=error)
-            return
-        session_id = self.session.session_id
-
-        def done(result: Done) -> None:
-            if self.session.session_id != session_id or not self.session.is_open or self._finishing is None:
-                return  # aborted meanwhile: that answered the finish
-            if result.error:
-                error = _as_midstream(result.error)
-                self._drop_update(error.message, answer=error)
-                return
-            self.worker.prepared(result.value)
-            self.session.prepared()
-            self._hand_over()
-
-        finishing.prepare_job = self.worker.prepare()
-        self._jobs[finishing.prepare_job] = done
-
-    def _hand_over(self) -> None:
-        """Verified and packed: the protocol says when, ``_commit`` does it."""
-        finishing = self._finishing
-        assert finishing is not None
-        finishing.prepared_at = time.monotonic()
-        try:
-            self._act(self.protocol.finish_update(finishing.op, finishing.kv_policy))  # type: ignore[arg-type]
-        except MidstreamError as error:
-            self._finishing = None
-            self._fail(finishing.op, error)
-
-    def _commit(self, op: Any, policy: Any) -> None:
-        finishing = self._finishing
-        assert finishing is not None and finishing.op == op
-        start = time.monotonic()
-        old = self.scheduler.version
-        label = finishing.label if finishing.label is not None else str(old.number + 1)
-        version = WeightVersion(old.number + 1, label, weights_id(self.session.new_digests))
-        summary = self.session.summary()
-        running = self.scheduler.num_running
-        self.worker.commit()
-        self.scheduler.commit(version, policy)
-        self.session.committed()
-        self._finishing = None
-        end = time.monotonic()
-        self._record(event="commit", t0=start, t1=end, running=running, version=version.number, label=label)
-        self._reply(
-            op,
-            {
-                **summary,
-                **self._version(),
-                "kv_policy": policy,
-                "commit_wait_ms": (start - finishing.prepared_at) * 1e3,
-                "stall_ms": (end - start) * 1e3,
-            },
-        )
-
-    def _abort_update(self, op: int) -> None:
-        aborted = self.session.session_id if self.session.is_open else None
-        self._drop_update("abort_weight_update was called")
-        self._reply(op, {"aborted": aborted, **self._version()})
-
-    def _shutdown_transfer(self, op: int) -> None:
-        if self.session.is_open:
-            raise UpdateConflict(f"weight update {self.session.session_id} is open: finish or abort it first")
-
-        def done(result: Done) -> None:
-            if result.error:
-                return self._fail(op, _as_midstream(result.error))
-            self._reply(op, {"message": "Weight transfer shut down"})
-
-        self._jobs[self.worker.shutdown_transfer()] = done
-
-    def _drop_update(self, reason: str, answer: MidstreamError | None = None) -> None:
-        """End the open update, answer whoever waits for its finish, keep serving what is served."""
-        self.session.abort(reason)
-        self.worker.discard()
-        self._act(self.protocol.cancel_update(reason=reason))
-        if self._finishing is not None:
-            op, self._finishing = self._finishing.op, None
-            self._fail(op, answer or UpdateConflict(f"the weight update was aborted: {reason}"))
-
-    @staticmethod
-    def _field(verb: str, request: Any, key: str, default: Any = None) -> Any:
-        if request is None and default is not None:
-            return default
-        if not isinstance(request, dict) or (key not in request and default is None):
-            raise InvalidInput(f"{verb} takes an object with {key!r}, got {request!r}")
-        return request.get(key, default)
+        self.reply(op, {"success": True})
 
     # -- what stands -------------------------------------------------------------------------------------------
 
-    def _version(self) -> dict[str, Any]:
+    def version(self) -> dict[str, Any]:
         version = self.scheduler.version
         return {"version": version.label, "number": version.number, "weights_id": version.weights_id}
 
@@ -518,7 +352,7 @@ class EngineCore:
             "running": s.num_running,
             "waiting": s.num_waiting,
             "held": len(s.live) if not self.protocol.may_step else 0,
-            **self._version(),
+            **self.version(),
             "update": {"session_id": self.session.session_id, "state": self.session.state.value}
             if self.session.is_open
             else None,
@@ -536,20 +370,11 @@ class EngineCore:
 
     def weight_digests(self) -> dict[str, Any]:
         """Digest of every tensor really held (recomputed from the live, packed form), by checkpoint name."""
-        from midstream.weights.manifest import digest
-
         found = {name: digest(tensor) for name, tensor in self.worker.checkpoint()}
-        return {"digests": found, "weights_id": weights_id(found), **self._version()}
+        return {"digests": found, "weights_id": weights_id(found), **self.version()}
 
-    def _record(self, **entry: Any) -> None:
+    def record(self, **entry: Any) -> None:
         if self._log:
             with contextlib.suppress(OSError):  # a full disk must not stop the engine
                 self._log.write(json.dumps(entry) + "\n")
 
-
-def _as_midstream(error: BaseException) -> MidstreamError:
-    if isinstance(error, MidstreamError):
-        return error
-    wrapped = MidstreamError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

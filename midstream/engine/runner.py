@@ -58,11 +58,12 @@ class ModelRunner:
             slots.extend(blocks[p // size] * size + p % size for p in range(r.start, r.start + n))
         width = max(len(r.block_ids) for r in requests)
         tables = [r.block_ids + [0] * (width - len(r.block_ids)) for r in requests]
+        totals = [r.start + n for r, n in zip(requests, lengths, strict=True)]
         to = self.device
         metadata = AttentionMetadata(
             block_tables=torch.tensor(tables, dtype=torch.int32, device=to),
             cu_seqlens_q=torch.tensor(ends, dtype=torch.int32, device=to),
-            seq_lens=torch.tensor([r.start + n for r, n in zip(requests, lengths, strict=True)], dtype=torch.int32).to(to),
+            seq_lens=torch.tensor(totals, dtype=torch.int32, device=to),
             max_seqlen_q=max(lengths),
             slot_mapping=torch.tensor(slots, device=to),
         )

@@ -201,9 +201,9 @@ class Scheduler:
             self.kv.share(request, reuse)
             start = reuse.num_tokens
         end = min(num_tokens, start + self.max_num_batched_tokens - plan.num_tokens)
-        if start < num_prompt - 1 < end:
-            if self.kv.is_awaited(request, self._siblings[request.parent_id], self.version.number):
-                end = num_prompt - 1  # next step the siblings go on from here too, all at once
+        siblings = self._siblings[request.parent_id]
+        if start < num_prompt - 1 < end and self.kv.is_awaited(request, siblings, self.version.number):
+            end = num_prompt - 1  # next step the siblings go on from here too, all at once
 
         # The latest arrival gives way. It is not in the plan yet, nor is it the source of a copy: both are earlier
         # than this request.

@@ -44,7 +44,7 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
             raise ModelLoadError(f"{path} is a file but not a .gguf; give a model directory or a GGUF file")
         return _open_gguf(path)
     if not path.is_dir():
-        raise ModelLoadError(f"no model at {path}: give a directory with config.json and *.safetensors, or a .gguf file")
+        raise ModelLoadError(f"no model at {path}: give a directory with config.json and safetensors, or a .gguf file")
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path} has no config.json")
     try:
@@ -131,7 +131,8 @@ def load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[s
         problems.append(f"{HEAD} differs from {EMBEDDING}, but the config ties them")
     if problems:
         shown = "\n  ".join(problems)
-        raise ModelLoadError(f"{checkpoint.path} does not fit {checkpoint.config.architecture}:\n  {shown}", names=problems)
+        message = f"{checkpoint.path} does not fit {checkpoint.config.architecture}:\n  {shown}"
+        raise ModelLoadError(message, names=problems)
 
 
 # GGUF ----------------------------------------------------------------------------------------------------------------

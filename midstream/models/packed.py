@@ -55,7 +55,7 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
     targets: list[int] = []
 
     def add(tokens: list[int], start: int, shared: list[int], context: list[int]) -> list[int]:
-        """One row of queries: ``tokens`` at positions from ``start``, after ``shared`` blocks and ``context`` tokens."""
+        """Queries ``tokens`` at positions from ``start``, after ``shared`` blocks and ``context`` tokens."""
         first = len(ids)
         ids.extend(tokens)
         positions.extend(range(start, start + len(tokens)))

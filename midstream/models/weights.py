@@ -1,4 +1,4 @@
-"""From checkpoint names to the engine's own layout: fused, packed, derived. And staging: the next version in the making.
+"""From checkpoint names to the engine's own layout: fused, packed, derived. And the next version in the making.
 
 A *slot* is one tensor the forward uses; its *pieces* are the checkpoint tensors it is made of (q, k and v of one
 fused product; the embedding behind a tied head). Checkpoint names are the only names outside this file.

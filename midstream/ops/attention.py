@@ -67,13 +67,13 @@ class PagedAttention(torch.autograd.Function):
     """:func:`paged_attention` with gradients for q and both caches. The backward is dense, in fp32, in plain torch."""
 
     @staticmethod
-    def forward(ctx, q, key_cache, value_cache, metadata: AttentionMetadata, scale: float):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, q, key_cache, value_cache, metadata: AttentionMetadata, scale: float):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(q, key_cache, value_cache)
         ctx.layout, ctx.scale = metadata, scale
         return paged_attention(q, key_cache, value_cache, metadata, scale)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, key_cache, value_cache = ctx.saved_tensors
         meta: AttentionMetadata = ctx.layout
         num_requests, width = meta.block_tables.shape

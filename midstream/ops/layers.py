@@ -28,7 +28,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [T, heads, F] (two halves, as in Su et al. 2021, Hugging Face order); cos, sin [T, 1, F/2]."""
+    """Rotary embedding of x [T, heads, F] (two halves, as in Su et al. 2021, Hugging Face order).
+
+    cos, sin [T, 1, F/2].
+    """
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -109,21 +112,25 @@ class LinearWeight:
 
     def dense(self) -> torch.Tensor:
         """The weight [N, K] as it was given, bit for bit (a copy where only the packed form is held)."""
-        return self.packed.to_dense() if self.plain is None else self.plain.detach()
+        if self.plain is not None:
+            return self.plain.detach()
+        assert self.packed is not None
+        return self.packed.to_dense()
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.plain if self.packed is None else self.packed
+        assert weight is not None
         return _tiled(x, weight, self.packed is not None, self.tile)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, plain, weight: LinearWeight):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, x, plain, weight: LinearWeight):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, plain)
         return weight.product(x)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, plain = ctx.saved_tensors
         return grad @ plain if ctx.needs_input_grad[0] else None, grad.t() @ x, None
 
@@ -131,7 +138,7 @@ class _Linear(torch.autograd.Function):
 def linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] @ weight [N, K]^T (+ bias [N]) → [T, N]; each row's bits depend on that row alone."""
     if torch.is_grad_enabled() and weight.plain is not None and (weight.plain.requires_grad or x.requires_grad):
-        y = _Linear.apply(x, weight.plain, weight)
+        y: torch.Tensor = _Linear.apply(x, weight.plain, weight)
     else:
         y = weight.product(x)
     return y if bias is None else y + bias

@@ -50,7 +50,8 @@ def describe(config: TrainConfig) -> str:
                       f"{in_flight} completions at once; staleness <= {config.max_staleness}"),
         ("run", f"{config.steps} steps, {_size(update * config.steps)} moved in all"),
     ]  # fmt: skip
-    shapes = [f"    {name:58} {list(t.shape)}" for name, t in meta.items() if ".layers." not in name or ".layers.0." in name]
+    first = [name for name in meta if ".layers." not in name or ".layers.0." in name]
+    shapes = [f"    {name:58} {list(meta[name].shape)}" for name in first]
     head = "\n".join(f"  {name:18} {text}" for name, text in rows)
     return f"{head}\n  shapes (layer 0 stands for all {c.num_layers})\n" + "\n".join(shapes)
 

@@ -225,8 +225,10 @@ def draw(run: str | Path, step_log: str | Path | None = None) -> Path:
 
 def _draw_learning(axes: Any, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     steps = [line["step"] for line in metrics]
-    axes.plot(steps, [line["reward"] for line in metrics], label="reward of the rollouts", color="tab:blue", lw=1)
-    axes.plot(steps, [line["pass_rate"] for line in metrics], label="pass rate of the rollouts", color="tab:cyan", lw=1)
+    rewards, passed = ([line[key] for line in metrics] for key in ("reward", "pass_rate"))
+    if rewards != passed:  # with rewards of 0 and 1 they are one curve
+        axes.plot(steps, rewards, label="reward of the rollouts", color="tab:blue", lw=1)
+    axes.plot(steps, passed, label="pass rate of the rollouts", color="tab:cyan", lw=1)
     ends = [steps[0], steps[-1] + 1]
     for key, name, marker in (
         ("accuracy", "held-out, sampled at T = 1", "o"),

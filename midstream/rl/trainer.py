@@ -111,7 +111,7 @@ class AsyncTrainer:
         self._on_step = on_step
         self._checker = checker
         self._optimizer = torch.optim.AdamW(
-            policy.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+            policy.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
         self.step = 0
         """Optimizer steps taken: the policy's version."""

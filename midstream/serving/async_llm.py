@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import zmq
@@ -132,7 +132,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the cumulative output after each step that changed it; the last one has ``finished``.
 
         The object is the same one each time and goes on growing: copy what must not change. Leaving the loop early
@@ -167,8 +167,8 @@ class AsyncLLM:
         params = dataclasses.replace(params, final_only=True, detokenize=False)
         output: RequestOutput | None = None
         async with contextlib.aclosing(self.generate(prompt_token_ids, params, request_id)) as stream:
-            async for output in stream:
-                pass
+            async for latest in stream:
+                output = latest
         assert output is not None
         return output
 
@@ -298,7 +298,8 @@ class AsyncLLM:
 
         async def last_words() -> None:
             await asyncio.sleep(0.05)
-            self._fail_all(EngineDead(f"the engine process ended (exit code {self._process.exit_code}); start a new one"))
+            code = self._process.exit_code
+            self._fail_all(EngineDead(f"the engine process ended (exit code {code}); start a new one"))
 
         self._last_words = loop.create_task(last_words())
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -52,7 +52,7 @@ class LLM:
         where ``on_step`` leaves it so, this raises Conflict: nothing in this process could resume it.
         """
         if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+            prompts = cast(list[Prompt], [prompts])
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)  # type: ignore[list-item]
         if len(sampling_params) != len(prompts):
@@ -64,7 +64,8 @@ class LLM:
                 text, ids = prompt_ids(prompt, self.text)  # type: ignore[arg-type]
                 request_id = str(next(self._ids))
                 self.core.add(request_id, ids, params)
-                builders[request_id] = OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None)
+                tokenizer = self.text if self.text.exists else None
+                builders[request_id] = OutputBuilder(request_id, text, ids, params, tokenizer)
             steps = 0
             while not all(b.output.finished for b in builders.values()):
                 if self._advance() and on_step is not None:

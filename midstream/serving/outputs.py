@@ -88,5 +88,6 @@ def prompt_ids(prompt: Prompt, text: Text) -> tuple[str | None, list[int]]:
     if isinstance(prompt, (list, tuple)) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
         return None, list(prompt)
     raise InvalidInput(
-        f"a prompt is text, a list of token ids, {{'prompt': …}} or {{'prompt_token_ids': …}}; got {type(prompt).__name__}"
+        f"a prompt is text, a list of token ids, {{'prompt': …}} or {{'prompt_token_ids': …}}; "
+        f"got {type(prompt).__name__}"
     )

@@ -42,7 +42,7 @@ class Text:
         """Messages → prompt ids, ready for the assistant's turn."""
         tokenizer = self.tokenizer()
         if not getattr(tokenizer, "chat_template", None):
-            raise InvalidInput(f"the tokenizer at {self._source} has no chat template; give prompts instead of messages")
+            raise InvalidInput(f"the tokenizer at {self._source} has no chat template: give prompts, not messages")
         text = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **kwargs})
         return list(tokenizer.encode(text, add_special_tokens=False))
 
