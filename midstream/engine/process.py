@@ -127,13 +127,13 @@ class EngineProcess:
     def end(self, timeout_s: float = 5.0) -> None:
         """Make sure the child is gone: it had its Shutdown message; after ``timeout_s`` it is killed."""
         if self._child is not None:
-            if self._child.stdin:
-                self._child.stdin.close()
             try:
                 self._child.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._child.kill()
                 self._child.wait(timeout_s)
+            if self._child.stdin:
+                self._child.stdin.close()  # only now: losing its parent would end the child at once, its log unwritten
         self._directory.cleanup()
 
 

@@ -199,7 +199,7 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
         bos_token_id=field("tokenizer.ggml.bos_token_id"),
         dtype="bfloat16",
     )
-    return Checkpoint(path, config, lambda: _read_gguf(path, config))
+    return Checkpoint(path, config, lambda: _read_gguf(reader, config))
 
 
 def _gguf_name(name: str) -> str:
@@ -212,11 +212,11 @@ def _gguf_name(name: str) -> str:
     return name
 
 
-def _read_gguf(path: pathlib.Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_gguf(reader: Any, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     import gguf
 
     permuted = config.architecture == "LlamaForCausalLM"
-    for tensor in gguf.GGUFReader(str(path)).tensors:
+    for tensor in reader.tensors:
         values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         name = _gguf_name(tensor.name)
         if permuted and ".self_attn.q_proj." in name:

@@ -62,6 +62,8 @@ class AsyncLLM:
         self.text = Text(self.config.tokenizer or self.config.model)
         self._process = EngineProcess(self.config)
         self._streams: dict[str, _Stream] = {}
+        self._leaving: dict[str, _Stream] = {}
+        """Streams whose reader has left, until the core has said the last word on them."""
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ops = itertools.count(1)
         self._dead: MidstreamError | None = None
@@ -87,7 +89,7 @@ class AsyncLLM:
             self._pidfd = os.pidfd_open(self._process.pid)
             loop.add_reader(self._pidfd, self._process_ended)
             self._reader = loop.create_task(self._read())
-            await self._socket.send(self._process.start_message)
+            self._post(self._process.start_message)
         try:
             return await asyncio.wait_for(asyncio.shield(self._started), timeout_s)
         except TimeoutError as error:
@@ -101,8 +103,7 @@ class AsyncLLM:
         """Shut the core down: every open stream ends with EngineDead. Bounded; may be called twice."""
         if self._socket is None or self._socket.closed:
             return
-        with contextlib.suppress(zmq.ZMQError):
-            await self._socket.send(encode(Shutdown()))
+        self._post(encode(Shutdown()))
         self._fail_all(EngineDead("the engine was closed"))
         loop = asyncio.get_running_loop()
         if self._pidfd >= 0:
@@ -143,12 +144,15 @@ class AsyncLLM:
         self._check_alive()
         text, ids = prompt_ids(prompt, self.text)
         request_id = uuid.uuid4().hex if request_id is None else request_id
+        while (left := self._leaving.get(request_id)) is not None:
+            await left.news.wait()  # a step at most: its last words must not be taken for ours
+            self._check_alive()
         if request_id in self._streams:
             raise InvalidInput(f"request id {request_id!r} is in use; choose another")
         stream = _Stream(OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None))
+        self._send(Add(request_id, ids, params, cache_salt))
         self._streams[request_id] = stream
         try:
-            await self._send(Add(request_id, ids, params, cache_salt))
             while not stream.builder.output.finished:
                 await stream.news.wait()
                 stream.news.clear()
@@ -158,7 +162,9 @@ class AsyncLLM:
         finally:
             self._streams.pop(request_id, None)
             if not stream.builder.output.finished and stream.error is None and self._dead is None:
-                self._post(Abort([request_id]))
+                stream.news.clear()
+                self._leaving[request_id] = stream
+                self._post(encode(Abort([request_id])))
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
@@ -173,7 +179,7 @@ class AsyncLLM:
         return output
 
     async def abort(self, request_id: str) -> None:
-        await self._send(Abort([request_id]))
+        self._send(Abort([request_id]))
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
@@ -234,7 +240,7 @@ class AsyncLLM:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[op] = future
         try:
-            await self._send(Call(op, verb, arguments))
+            self._send(Call(op, verb, arguments))
             return await asyncio.wait_for(future, limit_s)
         except TimeoutError as error:
             if isinstance(error, MidstreamError):
@@ -243,15 +249,19 @@ class AsyncLLM:
         finally:
             self._calls.pop(op, None)
 
-    async def _send(self, message: ToCore) -> None:
+    def _send(self, message: ToCore) -> None:
+        """Post ``message``. Raises EngineDead, or InvalidInput for what can not be sent."""
         self._check_alive()
-        assert self._socket is not None
-        await self._socket.send(encode(message))
+        try:
+            frame = encode(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidInput(f"a value can not be sent to the engine: {error}") from error
+        self._post(frame)
 
-    def _post(self, message: ToCore) -> None:
-        """Send without waiting: the socket's queue is unbounded, so this completes at once."""
+    def _post(self, frame: bytes) -> None:
+        """Send without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
         assert self._socket is not None
-        future = self._socket.send(encode(message))
+        future = self._socket.send(frame)
         if future is not None:
             asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -273,10 +283,16 @@ class AsyncLLM:
                     if stream is not None:
                         stream.builder.add(increment)
                         stream.news.set()
+                    elif (left := self._leaving.get(increment.parent_id)) is not None:
+                        left.builder.add(increment)
+                        if left.builder.output.finished:
+                            self._leaving.pop(increment.parent_id).news.set()
                 for request_id, error in message.refused:
                     if request_id in self._streams:
                         self._streams[request_id].error = from_wire(error)
                         self._streams[request_id].news.set()
+                    elif request_id in self._leaving:
+                        self._leaving.pop(request_id).news.set()
                 for answer in message.answers:
                     future = self._calls.get(answer.op)
                     if future is None or future.done():
@@ -305,9 +321,10 @@ class AsyncLLM:
 
     def _fail_all(self, error: MidstreamError) -> None:
         self._dead = self._dead or error
-        for stream in self._streams.values():
+        for stream in [*self._streams.values(), *self._leaving.values()]:
             stream.error = self._dead
             stream.news.set()
+        self._leaving.clear()
         for future in [*self._calls.values(), self._started]:
             if future is not None and not future.done():
                 future.set_exception(self._dead)
