@@ -39,22 +39,22 @@ class Llama:
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(input_ids, weights.embed)
         for i, layer in enumerate(weights.layers):
-            h = rms_norm(x, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
+            h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
             qkv = linear(h, layer.qkv, layer.qkv_bias)
             if layer.q_norm is None:
                 qk, v = qkv.split((q_size + kv_size, kv_size), -1)
                 qk = rope(qk.view(-1, c.num_heads + c.num_kv_heads, c.head_dim), cos, sin)
             else:
                 q, k, v = qkv.split((q_size, kv_size, kv_size), -1)
-                q = rms_norm(q.view(-1, c.num_heads, c.head_dim), (c.head_dim,), layer.q_norm, c.rms_norm_eps)
-                k = rms_norm(k.view(-1, c.num_kv_heads, c.head_dim), (c.head_dim,), layer.k_norm, c.rms_norm_eps)
+                q = rms_norm(q.view(-1, c.num_heads, c.head_dim), layer.q_norm, c.rms_norm_eps)
+                k = rms_norm(k.view(-1, c.num_kv_heads, c.head_dim), layer.k_norm, c.rms_norm_eps)
                 qk = rope(torch.cat((q, k), 1), cos, sin)
             q, k = qk.split((c.num_heads, c.num_kv_heads), 1)
             y = attend(i, q, k, v.view(-1, c.num_kv_heads, c.head_dim))
             x = x + linear(y.reshape(-1, q_size), layer.o, layer.o_bias)
-            h = rms_norm(x, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
+            h = rms_norm(x, layer.post_norm, c.rms_norm_eps)
             x = x + linear(silu_and_mul(linear(h, layer.gate_up)), layer.down)
-        return rms_norm(x, (c.hidden_size,), weights.norm, c.rms_norm_eps)
+        return rms_norm(x, weights.norm, c.rms_norm_eps)
 
     def logits(self, weights: ModelWeights, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, D] → logits [R, V] in fp32."""

@@ -64,7 +64,7 @@ def paged_attention(
 
 
 class PagedAttention(torch.autograd.Function):
-    """:func:`paged_attention` with gradients for q and both caches. The backward is dense, in fp32, in plain torch."""
+    """:func:`paged_attention` with gradients for q and both caches, computed in fp32."""
 
     @staticmethod
     def forward(ctx, q, key_cache, value_cache, metadata: AttentionMetadata, scale: float):  # type: ignore[no-untyped-def]
@@ -76,44 +76,8 @@ class PagedAttention(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, key_cache, value_cache = ctx.saved_tensors
         meta: AttentionMetadata = ctx.layout
-        num_requests, width = meta.block_tables.shape
-        _, num_kv_heads, head_dim, block_size = key_cache.shape
-        group = q.shape[1] // num_kv_heads
-        longest = meta.max_seqlen_q
-        tables = meta.block_tables.long()
-        lengths = (meta.cu_seqlens_q[1:] - meta.cu_seqlens_q[:-1]).long()
-        request = torch.repeat_interleave(torch.arange(num_requests), lengths)
-        index = torch.arange(q.shape[0]) - meta.cu_seqlens_q[:-1].long()[request]
-
-        def padded(x: torch.Tensor) -> torch.Tensor:  # [T, H, F] → [R, K, G * longest, F]
-            out = x.new_zeros(num_requests, longest, num_kv_heads, group, head_dim, dtype=torch.float32)
-            out[request, index] = x.float().view(-1, num_kv_heads, group, head_dim)
-            return out.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, group * longest, head_dim)
-
-        def flat(x: torch.Tensor) -> torch.Tensor:  # inverse of padded
-            out = x.view(num_requests, num_kv_heads, group, longest, head_dim).permute(0, 3, 1, 2, 4)
-            return out[request, index].reshape(-1, num_kv_heads * group, head_dim)
-
-        keys = key_cache[tables].float()  # [R, W, K, F, S]
-        keys = keys.permute(0, 2, 1, 4, 3).reshape(num_requests, num_kv_heads, width * block_size, head_dim)
-        values = value_cache[tables].float().permute(0, 2, 1, 3, 4).reshape_as(keys)
-        position = (meta.seq_lens.long() - lengths)[:, None] + torch.arange(longest)
-        live = torch.arange(width * block_size) <= position.clamp(min=0)[..., None]  # [R, longest, W * S]
-        bias = torch.where(live, 0.0, -torch.inf)[:, None, None].expand(-1, -1, group, -1, -1)
-        bias = bias.reshape(num_requests, 1, group * longest, width * block_size)
-        query, upstream = padded(q), padded(grad)
-        p = torch.softmax(query @ keys.transpose(-1, -2) * ctx.scale + bias, -1)
-        grad_v = p.transpose(-1, -2) @ upstream
-        grad_p = upstream @ values.transpose(-1, -2)
-        grad_s = p * (grad_p - (grad_p * p).sum(-1, keepdim=True)) * ctx.scale
-        grad_q = flat(grad_s @ keys).to(q.dtype)
-        grad_k = grad_s.transpose(-1, -2) @ query
-
-        def scattered(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # [R, K, W * S, F] → cache layout
-            blocks = x.view(num_requests, num_kv_heads, width, block_size, head_dim).permute(0, 2, 1, 3, 4)
-            out = blocks.new_zeros(like.shape[0], num_kv_heads, block_size, head_dim)
-            out.index_add_(0, tables.flatten(), blocks.reshape(-1, num_kv_heads, block_size, head_dim))
-            return out
-
-        grad_keys = scattered(grad_k, key_cache).transpose(-1, -2).to(key_cache.dtype)
-        return grad_q, grad_keys, scattered(grad_v, value_cache).to(value_cache.dtype), None, None
+        fast = cpu.supports(q, q.shape[2], key_cache.shape[3])
+        twin = cpu.paged_attention_backward if fast else reference.paged_attention_backward
+        tables = (meta.block_tables, meta.cu_seqlens_q, meta.seq_lens)
+        grads = twin(grad.contiguous(), q, key_cache, value_cache, *tables, ctx.scale)
+        return *(g.to(x.dtype) for g, x in zip(grads, ctx.saved_tensors, strict=True)), None, None

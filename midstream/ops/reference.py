@@ -67,3 +67,52 @@ def paged_attention(
         total += p.sum(-1, keepdim=True)
         out += (p.unsqueeze(-1) * values.unsqueeze(2)).sum(3)
     return (out / total).view(num_tokens, num_heads, head_dim).to(q.dtype)
+
+
+def paged_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q [T, H, F] and both caches, in fp32, for the gradient [T, H, F] of :func:`paged_attention`.
+
+    Dense and in any order: exactness is asked of the forward only.
+    """
+    num_requests, width = block_tables.shape
+    num_blocks, num_kv_heads, head_dim, block_size = key_cache.shape
+    group, context = q.shape[1] // num_kv_heads, width * block_size
+    tables = block_tables.long()
+    lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
+    longest = int(lengths.max())
+    request = torch.repeat_interleave(torch.arange(num_requests, device=q.device), lengths)
+    index = torch.arange(q.shape[0], device=q.device) - cu_seqlens_q[:-1].long()[request]
+
+    def padded(x: torch.Tensor) -> torch.Tensor:  # [T, H, F] → [R, K, G * longest, F]
+        out = x.new_zeros(num_requests, longest, num_kv_heads, group, head_dim, dtype=torch.float32)
+        out[request, index] = x.float().view(-1, num_kv_heads, group, head_dim)
+        return out.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, group * longest, head_dim)
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:  # [R, K, context, F] → [B, K, S, F]
+        blocks = x.view(num_requests, num_kv_heads, width, block_size, head_dim).permute(0, 2, 1, 3, 4)
+        out = x.new_zeros(num_blocks, num_kv_heads, block_size, head_dim)
+        return out.index_add_(0, tables.flatten(), blocks.reshape(-1, num_kv_heads, block_size, head_dim))
+
+    shape = (num_requests, num_kv_heads, context, head_dim)
+    keys = key_cache[tables].float().permute(0, 2, 1, 4, 3).reshape(shape)
+    values = value_cache[tables].float().permute(0, 2, 1, 3, 4).reshape(shape)
+    position = (seq_lens.long() - lengths)[:, None] + torch.arange(longest, device=q.device)
+    live = torch.arange(context, device=q.device) <= position.clamp(min=0)[..., None]  # [R, longest, context]
+    live = live[:, None, None].expand(-1, -1, group, -1, -1).reshape(num_requests, 1, group * longest, context)
+    query, upstream = padded(q), padded(grad)
+    p = torch.softmax((query @ keys.transpose(-1, -2) * scale).masked_fill(~live, -torch.inf), -1)
+    grad_p = upstream @ values.transpose(-1, -2)
+    grad_s = p * (grad_p - (grad_p * p).sum(-1, keepdim=True)) * scale
+    grad_q = (grad_s @ keys).view(num_requests, num_kv_heads, group, longest, head_dim).permute(0, 3, 1, 2, 4)
+    grad_q = grad_q[request, index].reshape(q.shape)
+    grad_k = scattered(grad_s.transpose(-1, -2) @ query).transpose(-1, -2)
+    return grad_q, grad_k, scattered(p.transpose(-1, -2) @ upstream)

@@ -112,23 +112,43 @@ def paged_attention(
     """Contract of ``ops.attention.paged_attention``; every tensor contiguous, tables int32."""
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, _, block_size = key_cache.shape
+    pointers = [out, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens]
+    sizes = [seq_lens.shape[0], block_tables.shape[1], num_heads, num_kv_heads, head_dim, block_size]
     _function("paged_attention", q.dtype)(
-        _pointer(out),
-        _pointer(q),
-        _pointer(key_cache),
-        _pointer(value_cache),
-        _pointer(block_tables),
-        _pointer(cu_seqlens_q),
-        _pointer(seq_lens),
-        ctypes.c_int(seq_lens.shape[0]),
-        ctypes.c_int(block_tables.shape[1]),
-        ctypes.c_int(num_heads),
-        ctypes.c_int(num_kv_heads),
-        ctypes.c_int(head_dim),
-        ctypes.c_int(block_size),
+        *map(_pointer, pointers),
+        *map(ctypes.c_int, sizes),
         ctypes.c_float(scale),
         ctypes.c_int(torch.get_num_threads()),
     )
+
+
+def paged_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Contract of ``ops.reference.paged_attention_backward``: gradients of q and both caches, in fp32."""
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, _, block_size = key_cache.shape
+    grads = (
+        torch.empty_like(q, dtype=torch.float32),
+        torch.zeros_like(key_cache, dtype=torch.float32),
+        torch.zeros_like(value_cache, dtype=torch.float32),
+    )
+    pointers = [*grads, grad, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens]
+    sizes = [seq_lens.shape[0], block_tables.shape[1], num_heads, num_kv_heads, head_dim, block_size]
+    _function("paged_attention_backward", q.dtype)(
+        *map(_pointer, pointers),
+        *map(ctypes.c_int, sizes),
+        ctypes.c_float(scale),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+    return grads
 
 
 def write_kv(
@@ -140,14 +160,6 @@ def write_kv(
 ) -> None:
     """Contract of ``ops.attention.write_kv``."""
     tokens, num_kv_heads, head_dim = key.shape
-    _function("write_kv", key.dtype)(
-        _pointer(key_cache),
-        _pointer(value_cache),
-        _pointer(key),
-        _pointer(value),
-        _pointer(slot_mapping),
-        ctypes.c_int(tokens),
-        ctypes.c_int(num_kv_heads),
-        ctypes.c_int(head_dim),
-        ctypes.c_int(key_cache.shape[3]),
-    )
+    pointers = [key_cache, value_cache, key, value, slot_mapping]
+    sizes = [tokens, num_kv_heads, head_dim, key_cache.shape[3]]
+    _function("write_kv", key.dtype)(*map(_pointer, pointers), *map(ctypes.c_int, sizes))

@@ -70,7 +70,7 @@ inline vec exp_neg(vec x) {
 // One query token, one kv head, its G query heads. scores is scratch of G * blocks * S floats.
 template <typename T, int G>
 void attend(T* out, const T* q, const T* kcache, const T* vcache, const int32_t* table, int valid, int K, int head,
-            int F, int S, float scale, float* scores, float* qf, float* acc) {
+            int F, int S, float scale, float* scores, float* qf) {
   const int blocks = (valid + S - 1) / S, span = blocks * S;
   for (int g = 0; g < G; ++g)
     for (int f = 0; f < F; ++f) qf[g * F + f] = scalar(q[g * F + f]) * scale;
@@ -120,7 +120,6 @@ void attend(T* out, const T* q, const T* kcache, const T* vcache, const int32_t*
     }
     for (int g = 0; g < G; ++g) store(out + g * F + f, a[g] / total[g]);
   }
-  (void)acc;
 }
 
 template <typename T>
@@ -130,7 +129,7 @@ void attend_group(int G, T* out, const T* q, const T* k, const T* v, const int32
   while (G > 0) {
     int n = G > 8 ? 8 : G;
     switch (n) {
-#define CASE(N) case N: attend<T, N>(out, q, k, v, table, valid, K, head, F, S, scale, scores, qf, nullptr); break;
+#define CASE(N) case N: attend<T, N>(out, q, k, v, table, valid, K, head, F, S, scale, scores, qf); break;
       CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
     }
@@ -170,6 +169,100 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
   }
 }
 
+inline float sum_lanes(vec v) {
+  float s = 0;
+  for (int i = 0; i < L; ++i) s += v[i];
+  return s;
+}
+
+// Gradients of one query token and one query head: recomputes the probabilities, then adds to dk, dv and sets dq.
+// p and ds are scratch of blocks * S floats, lanes of F vectors.
+template <typename T>
+void attend_backward(float* dq, float* dk, float* dv, const T* dout, const T* q, const T* kcache, const T* vcache,
+                     const int32_t* table, int valid, int K, int head, int F, int S, float scale, float* p, float* ds,
+                     vec* lanes) {
+  const int blocks = (valid + S - 1) / S, span = blocks * S;
+  vec lane; for (int i = 0; i < L; ++i) lane[i] = float(i);
+  vec best = splat(-INFINITY);
+  for (int b = 0; b < blocks; ++b) {
+    const T* k = kcache + (int64_t(table[b]) * K + head) * F * S;
+    for (int s = 0; s < S; s += L) {
+      vec sum = vec{};
+      for (int f = 0; f < F; ++f) sum += load(k + f * S + s) * (scalar(q[f]) * scale);
+      vec x = lane < splat(float(valid - b * S - s)) ? sum : splat(-INFINITY);
+      best = best > x ? best : x;
+      store(p + b * S + s, x);
+    }
+  }
+  float peak = best[0];
+  for (int i = 1; i < L; ++i) peak = best[i] > peak ? best[i] : peak;
+  vec total = vec{};
+  for (int i = 0; i < span; i += L) {
+    vec x = exp_neg(load(p + i) - peak);
+    total += x;
+    store(p + i, x);
+  }
+  const float inverse = 1.0f / sum_lanes(total);
+  float delta = 0;
+  for (int b = 0; b < blocks; ++b) {
+    const int64_t at = (int64_t(table[b]) * K + head) * S * F;
+    const int n = valid - b * S < S ? valid - b * S : S;
+    for (int t = 0; t < S; ++t) {
+      const int j = b * S + t;
+      p[j] *= inverse;
+      ds[j] = 0;
+      if (t >= n) continue;
+      vec dot = vec{};
+      for (int f = 0; f < F; f += L) {
+        vec g = load(dout + f);
+        dot += g * load(vcache + at + t * F + f);
+        store(dv + at + t * F + f, load(dv + at + t * F + f) + g * p[j]);
+      }
+      ds[j] = sum_lanes(dot);
+      delta += p[j] * ds[j];
+    }
+  }
+  for (int f = 0; f < F; ++f) lanes[f] = vec{};
+  for (int b = 0; b < blocks; ++b) {
+    const int64_t at = (int64_t(table[b]) * K + head) * F * S;
+    for (int s = 0; s < S; s += L) {
+      vec d = load(p + b * S + s) * (load(ds + b * S + s) - delta) * scale;
+      for (int f = 0; f < F; ++f) {
+        lanes[f] += d * load(kcache + at + f * S + s);
+        store(dk + at + f * S + s, load(dk + at + f * S + s) + d * scalar(q[f]));
+      }
+    }
+  }
+  for (int f = 0; f < F; ++f) dq[f] = sum_lanes(lanes[f]);
+}
+
+// dq [T, H, F], dk [B, K, F, S], dv [B, K, S, F], all fp32; dk and dv start at zero. Threads share nothing: each kv head
+// has its own part of dk and dv, and adds to it in token order whatever their number.
+template <typename T>
+void paged_attention_backward(float* dq, float* dk, float* dv, const T* dout, const T* q, const T* k, const T* v,
+                              const int32_t* tables, const int32_t* cu_q, const int32_t* seq_lens, int R,
+                              int table_stride, int H, int K, int F, int S, float scale, int threads) {
+  const int G = H / K;
+  int longest = 0;
+  for (int r = 0; r < R; ++r) longest = seq_lens[r] > longest ? seq_lens[r] : longest;
+  const int span = (longest + S - 1) / S * S;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && K > 1)
+  for (int head = 0; head < K; ++head) {
+    std::vector<float> p(span), ds(span);
+    std::vector<float> memory(size_t(F) * L);
+    vec* lanes = reinterpret_cast<vec*>(memory.data());
+    for (int r = 0; r < R; ++r) {
+      const int n = cu_q[r + 1] - cu_q[r];
+      for (int i = 0; i < n; ++i)
+        for (int g = 0; g < G; ++g) {
+          const int64_t row = (int64_t(cu_q[r] + i) * H + head * G + g) * F;
+          attend_backward<T>(dq + row, dk, dv, dout + row, q + row, k, v, tables + int64_t(r) * table_stride,
+                             seq_lens[r] - n + i + 1, K, head, F, S, scale, p.data(), ds.data(), lanes);
+        }
+    }
+  }
+}
+
 template <typename T>
 void write_kv(T* kcache, T* vcache, const T* key, const T* value, const int64_t* slots, int tokens, int K, int F,
               int S) {
@@ -194,6 +287,13 @@ void write_kv(T* kcache, T* vcache, const T* key, const T* value, const int64_t*
                                                      int F, int S, float scale, int threads) {                       \
     paged_attention<T>((T*)out, (const T*)q, (const T*)k, (const T*)v, tables, cu_q, seq_lens, R, stride, H, K, F,   \
                        S, scale, threads);                                                                           \
+  }                                                                                                                  \
+  extern "C" void midstream_paged_attention_backward_##SUFFIX(                                                       \
+      float* dq, float* dk, float* dv, const void* dout, const void* q, const void* k, const void* v,                \
+      const int32_t* tables, const int32_t* cu_q, const int32_t* seq_lens, int R, int stride, int H, int K, int F,   \
+      int S, float scale, int threads) {                                                                             \
+    paged_attention_backward<T>(dq, dk, dv, (const T*)dout, (const T*)q, (const T*)k, (const T*)v, tables, cu_q,     \
+                                seq_lens, R, stride, H, K, F, S, scale, threads);                                    \
   }                                                                                                                  \
   extern "C" void midstream_write_kv_##SUFFIX(void* kc, void* vc, const void* k, const void* v,                      \
                                               const int64_t* slots, int tokens, int K, int F, int S) {               \
