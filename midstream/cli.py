@@ -16,7 +16,10 @@ from midstream.errors import InvalidInput, MidstreamError
 if TYPE_CHECKING:
     from midstream.rl.config import TrainConfig
 
-QUICKSTART = Path(__file__).parent / "rl" / "models" / "reverse" / "quickstart.toml"
+_MODELS = Path(__file__).parent / "rl" / "models"
+QUICKSTART = _MODELS / "reverse" / "quickstart.toml"
+PRETRAINED = _MODELS / "chain_sum.toml"
+"""Where ``--model`` without ``--recipe`` starts from: settings for a pretrained model of some 100 M parameters."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,9 +114,9 @@ def _train_config(a: argparse.Namespace) -> TrainConfig:
             overrides[name] = json.loads(value)
         except json.JSONDecodeError:
             overrides[name] = value
-    if a.task is not None and a.task != "reverse" and a.recipe is None:
-        overrides.setdefault("task_options", {})
-    recipe = Path(a.recipe) if a.recipe else QUICKSTART
+    recipe = Path(a.recipe) if a.recipe else QUICKSTART if a.model is None else PRETRAINED
+    if a.task is not None and a.task != TrainConfig.from_toml(recipe).task:
+        overrides.setdefault("task_options", {})  # the recipe's belong to its own task
     config = TrainConfig.from_toml(recipe, **overrides)
     if a.scale == "tiny":
         config = config.scaled_to_tiny(str(QUICKSTART.parent))

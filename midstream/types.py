@@ -22,6 +22,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 MAX_SEED = (1 << 63) - 1
+MAX_N = 1024
+"""Most samples of one prompt."""
 _U64 = (1 << 64) - 1
 
 
@@ -125,7 +127,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _integer("n", self.n, 1, None)
+        _integer("n", self.n, 1, MAX_N)
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

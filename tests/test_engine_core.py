@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
@@ -9,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from checkpoints import random_weights, write_checkpoint
 from cores import TINY, Driver, Teacher, digests_of
-
 from midstream.engine import core as core_module
 from midstream.engine import updates as updates_module
 from midstream.errors import (
@@ -110,7 +112,7 @@ def straight(models: pathlib.Path) -> tuple[dict[str, Any], int]:
     return record(driver), count
 
 
-# -- pauses at every step -----------------------------------------------------------------------------------------------
+# -- pauses at every step ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clear", [True, False])
@@ -351,7 +353,7 @@ def test_case_063_a_group_is_admitted_whole_or_not(make: Callable[..., Driver]) 
         driver.add(prompt(4), n=5)
 
 
-# -- commits ------------------------------------------------------------------------------------------------------------
+# -- commits ---------------------------------------------------------------------------------------------------
 
 
 def test_case_109_case_038_a_commit_without_pause_at_every_step(
@@ -459,7 +461,9 @@ def test_inside_a_pause_clear_cache_decides_the_policy(make: Callable[..., Drive
         assert out.kv_versions == [(0, 0, 25), (1, 25, 39)] and out.num_reprefilled_tokens == 0
 
 
-def test_case_113_weights_change_in_the_middle_of_a_chunked_prefill(make: Callable[..., Driver], models: pathlib.Path) -> None:
+def test_case_113_weights_change_in_the_middle_of_a_chunked_prefill(
+    make: Callable[..., Driver], models: pathlib.Path
+) -> None:
     options = {"max_num_batched_tokens": 16}
     reference = make("w1", **options)
     reference.add(prompt(200), "r", max_tokens=10)
@@ -503,7 +507,9 @@ def test_kept_kv_that_is_lost_later_is_recomputed_and_the_log_says_so(make: Call
     assert life[0][0] == 0 and life[restart] == (1, 0, 21) and life[restart - 1][2] == 10 + kept - 1
 
 
-def test_a_finish_during_a_wait_pause_is_held_and_a_cancelled_pause_leaves_it_prepared(make: Callable[..., Driver]) -> None:
+def test_a_finish_during_a_wait_pause_is_held_and_a_cancelled_pause_leaves_it_prepared(
+    make: Callable[..., Driver],
+) -> None:
     driver = make()
     driver.add(prompt(6), "r", max_tokens=25)
     driver.steps(2)
@@ -668,7 +674,7 @@ def test_case_083_preemption_with_a_shared_prefix(make: Callable[..., Driver]) -
     assert sum(c.num_preemptions for b in driver.builders.values() for c in b.output.outputs) > 10
 
 
-# -- the update itself --------------------------------------------------------------------------------------------------
+# -- the update itself -------------------------------------------------------------------------------------------------
 
 
 def test_case_008_case_001_a_tied_tensor_counts_once(make: Callable[..., Driver]) -> None:
@@ -861,7 +867,9 @@ def patched_clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Clock
 
 
-def test_case_028_sessions_conflict_and_leases_end(make: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_028_sessions_conflict_and_leases_end(
+    make: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = patched_clock(monkeypatch)
     driver = make(update_lease_s=10.0)
     first = driver.result(driver.call("start_weight_update"))
@@ -1156,7 +1164,7 @@ def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]
         ([3], {"top_p": 0.0}, "top_p must be in"),
         ([3], {"top_k": -2}, "top_k must be"),
         ([3], {"n": 0}, "n must be >= 1"),
-        ([3], {"n": 5000}, "n must be at most"),
+        ([3], {"n": 5000}, "n must be >= 1 and <= 1024, got 5000"),
         ([3], {"n": 9}, "never run together"),
         ([3], {"stop_token_ids": (160,)}, "stop_token_ids"),
         ([3], {"seed": -1}, "seed must be"),
@@ -1181,7 +1189,9 @@ def test_bad_requests_are_refused_and_the_others_go_on(
     "params",
     [{"top_k": 1 << 70}, {"max_tokens": 1 << 70}, {"temperature": 1e300}, {"temperature": 1e-300}, {"top_p": 1e-300}],
 )
-def test_extreme_but_valid_parameters_do_not_stop_the_engine(make: Callable[..., Driver], params: dict[str, Any]) -> None:
+def test_extreme_but_valid_parameters_do_not_stop_the_engine(
+    make: Callable[..., Driver], params: dict[str, Any]
+) -> None:
     driver = make(num_blocks=64)
     driver.add(prompt(4), "extreme", **{"max_tokens": 5, "logprobs": 2, "top_p": 0.9, **params})
     driver.add(prompt(5), "good", max_tokens=6)
@@ -1213,8 +1223,6 @@ def test_status_tells_the_truth(make: Callable[..., Driver]) -> None:
 
 
 def test_the_step_log_has_every_step_and_commit(make: Callable[..., Driver], tmp_path: pathlib.Path) -> None:
-    import json
-
     driver = make(step_log=str(tmp_path / "steps.jsonl"))
     driver.add(prompt(20), "r", max_tokens=12)
     driver.steps(4)
@@ -1224,5 +1232,8 @@ def test_the_step_log_has_every_step_and_commit(make: Callable[..., Driver], tmp
     steps = [e for e in entries if e["event"] == "step"]
     commits = [e for e in entries if e["event"] == "commit"]
     assert len(steps) == driver.core.num_steps and len(commits) == 1 and commits[0]["label"] == "one"
-    assert commits[0]["running"] == 1 and sum(e["reprefill"] for e in steps) == driver.core.scheduler.num_reprefilled_tokens
-    assert all(a["t1"] <= b["t0"] for a, b in zip(entries, entries[1:], strict=False))
+    assert (
+        commits[0]["running"] == 1
+        and sum(e["reprefill"] for e in steps) == driver.core.scheduler.num_reprefilled_tokens
+    )
+    assert all(a["t1"] <= b["t0"] for a, b in itertools.pairwise(entries))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from checkpoints import random_weights, write_checkpoint
 from cores import Driver, Teacher, digests_of
-
 from midstream.errors import EnginePaused, MidstreamError
 from midstream.types import SamplingParams
 
@@ -216,9 +216,9 @@ def test_case_086_ten_thousand_random_operations(tmp_path: pathlib.Path, seed: i
     outputs = [b.output for b in driver.builders.values()]
     assert all(o.finished and all(c.finish_reason for c in o.outputs) for o in outputs)
     assert all(op in driver.replies for op in range(1, driver.ops + 1)), "a call without an answer"
-    assert all(
-        r.error is None or isinstance(r.error, MidstreamError) for r in driver.replies.values()
-    ), "a foreign error"
+    assert all(r.error is None or isinstance(r.error, MidstreamError) for r in driver.replies.values()), (
+        "a foreign error"
+    )
     assert driver.digests() == digests_of(chaos.expected)
     kept = [o for o in outputs if any(c.kv_versions for c in o.outputs)]
     pure = [o for o in outputs if not any(c.kv_versions for c in o.outputs)]

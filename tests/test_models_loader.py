@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from checkpoints import VARIANTS, config_of, random_weights, write_checkpoint
 from safetensors.torch import save_file
 
+from checkpoints import VARIANTS, config_of, random_weights, write_checkpoint
 from midstream.errors import ModelLoadError
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
 from midstream.models.weights import EMBEDDING, HEAD, parameter_shapes, stage_all
@@ -18,7 +18,9 @@ from midstream.models.weights import EMBEDDING, HEAD, parameter_shapes, stage_al
 Weights = dict[str, torch.Tensor]
 
 
-def write_shards(directory: pathlib.Path, variant: str, shards: list[Weights], index: bool = True, **changes) -> pathlib.Path:
+def write_shards(
+    directory: pathlib.Path, variant: str, shards: list[Weights], index: bool = True, **changes
+) -> pathlib.Path:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config_of(variant, **changes)))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -77,7 +79,11 @@ def change(edit: Callable[[Weights], None], path: pathlib.Path, variant: str = "
 
 
 def test_every_fault_of_every_kind_is_listed_at_once(tmp_path: pathlib.Path) -> None:
-    first, q, down = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+    first, q, down = (
+        "model.norm.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    )
     weights = random_weights("llama")
     weights["model.layers.7.extra.weight"] = torch.zeros(2)
     weights["aaa.unknown"] = torch.zeros(2)

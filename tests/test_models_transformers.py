@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from checkpoints import VARIANTS, write_checkpoint
 
+from checkpoints import VARIANTS, write_checkpoint
 from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint
 from midstream.models.weights import assemble
@@ -25,8 +25,14 @@ EXTRA = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-wide-heads": ("llama", {"head_dim": 32}),
-    "llama-odd-heads": ("llama", {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24}),
-    "llama-rope-parameters": ("llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
+    "llama-odd-heads": (
+        "llama",
+        {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24},
+    ),
+    "llama-rope-parameters": (
+        "llama",
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    ),
 }
 ALL = {**{name: (name, {}) for name in VARIANTS}, **EXTRA}
 
@@ -65,7 +71,10 @@ def our_logits(path: pathlib.Path, ids: list[int]) -> torch.Tensor:
     model = Llama(c, torch.float32)
     weights = assemble(c, dict(load_weights(checkpoint, torch.float32)))
     blocks = -(-len(ids) // size)
-    keys, values = torch.zeros(blocks, c.num_kv_heads, c.head_dim, size), torch.zeros(blocks, c.num_kv_heads, size, c.head_dim)
+    keys, values = (
+        torch.zeros(blocks, c.num_kv_heads, c.head_dim, size),
+        torch.zeros(blocks, c.num_kv_heads, size, c.head_dim),
+    )
     meta = AttentionMetadata(
         torch.arange(blocks, dtype=torch.int32)[None], torch.tensor([0, len(ids)], dtype=torch.int32),
         torch.tensor([len(ids)], dtype=torch.int32), len(ids),
@@ -87,7 +96,9 @@ def test_logits_are_close(path: pathlib.Path) -> None:
 
 def test_greedy_ids_are_equal_and_logprobs_close_over_24_tokens(path: pathlib.Path) -> None:
     model = theirs(path)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
+    )
     with LLM(str(path), num_blocks=100, max_num_batched_tokens=50) as llm:
         outputs = llm.generate(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):

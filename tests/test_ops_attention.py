@@ -80,9 +80,7 @@ def kernel(items: list[Item], size: int, place_seed: int = 0) -> list[torch.Tens
 
 def plain(items: list[Item], size: int, place_seed: int = 0) -> list[torch.Tensor]:
     q, keys, values, m = lay_out(items, size, place_seed, reference.write_kv)
-    out = reference.paged_attention(
-        q, keys, values, m.block_tables, m.cu_seqlens_q, m.seq_lens, q.shape[2] ** -0.5
-    )
+    out = reference.paged_attention(q, keys, values, m.block_tables, m.cu_seqlens_q, m.seq_lens, q.shape[2] ** -0.5)
     return list(out.split([len(i.q) for i in items]))
 
 
@@ -138,7 +136,9 @@ def test_other_dtypes_take_the_plain_twin(dtype: torch.dtype) -> None:
 
 @TWINS
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(9, 3, 64, 16), (2, 2, 32, 32), (9, 1, 16, 16), (1, 1, 16, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "size"), [(9, 3, 64, 16), (2, 2, 32, 32), (9, 1, 16, 16), (1, 1, 16, 16)]
+)
 def test_case_104_a_request_has_the_same_bits_alone_and_in_any_batch(
     attend, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
 ) -> None:
@@ -242,7 +242,9 @@ def test_gradients_are_those_of_the_dense_definition(dtype: torch.dtype, forced_
     width = max(map(len, tables.values()))
     meta = AttentionMetadata(
         block_tables=torch.tensor([tables[n] + [0] * (width - len(tables[n])) for n in spans], dtype=torch.int32),
-        cu_seqlens_q=torch.tensor(list(itertools.accumulate((n for n, _ in spans.values()), initial=0)), dtype=torch.int32),
+        cu_seqlens_q=torch.tensor(
+            list(itertools.accumulate((n for n, _ in spans.values()), initial=0)), dtype=torch.int32
+        ),
         seq_lens=torch.tensor([length for _, length in spans.values()], dtype=torch.int32),
         max_seqlen_q=20,
     )

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from midstream.ops import sampling
-from midstream.ops.sampling import draw, processed_logits, processed_logprobs, prompt_logprobs, sample, token_logprobs, uniforms
+from midstream.ops.sampling import (
+    draw,
+    processed_logits,
+    processed_logprobs,
+    prompt_logprobs,
+    sample,
+    token_logprobs,
+    uniforms,
+)
 from midstream.types import SamplingParams, child_seed
 
 TRUNCATIONS = [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 7, "top_p": 0.8}]
@@ -54,7 +62,7 @@ def test_draws_follow_the_processed_distribution(options: dict) -> None:
 
 def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
     for u in (uniforms(range(50_000), [3] * 50_000), uniforms([7] * 50_000, range(50_000))):
-        assert 0 <= float(u.min()) and float(u.max()) < 1
+        assert float(u.min()) >= 0 and float(u.max()) < 1
         counts = torch.histc(u.double(), 50, 0, 1)
         assert float(((counts - 1000) ** 2 / 1000).sum()) < 49 + 4 * math.sqrt(98)
         assert abs(float(torch.corrcoef(torch.stack((u[:-1], u[1:])))[0, 1])) < 0.02

@@ -37,8 +37,6 @@ from midstream.types import (
 from midstream.weights.manifest import digest, weights_id
 from midstream.weights.session import UpdateSession
 
-_MAX_N = 1024
-
 
 @dataclass(slots=True)
 class Reply:
@@ -141,8 +139,6 @@ class EngineCore:
             raise InvalidInput(
                 f"a prompt of {len(prompt)} tokens leaves no room in max_model_len {self.worker.max_model_len}"
             )
-        if params.n > _MAX_N:
-            raise InvalidInput(f"n must be at most {_MAX_N}, got {params.n}")
         outside = [t for t in params.stop_token_ids if t >= vocab]
         if outside:
             raise InvalidInput(f"stop_token_ids {outside} are not in [0, {vocab})")

@@ -79,7 +79,7 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
             at = len(ids)
             if len(completion) > 1:
                 add(completion[:-1], len(prompt), table[:num_full], tail)
-            rows += [last, *range(at, at + len(completion) - 1)]
+            rows += [last, *range(at, at + len(completion) - 1)][: len(completion)]  # an empty one has no target
             targets += completion
     width = max(map(len, tables))
     nothing = len(ids)

@@ -200,10 +200,11 @@ def _bounds(what: str, low: int, high: int) -> tuple[int, int]:
 
 
 class ReasoningGymTask(TextTask):
-    """Any task of the ``reasoning-gym`` package, through the model's chat template.
+    """Any task of the ``reasoning-gym`` package, by default through the model's chat template.
 
     ``config`` goes to the dataset. ``instruction`` is put after the question. The answer is the completion's text,
-    stripped. ``partial_credit``: the dataset's own score, which for many tasks pays something for an answer that
+    stripped; with ``first_line``, what stands before its first line break. ``chat=False`` gives the bare question to a
+    model that only continues text. ``partial_credit``: the dataset's own score, which for many tasks pays something for an answer that
     contains the right one; otherwise 1 for a full score and 0 for less.
     """
 
@@ -217,6 +218,8 @@ class ReasoningGymTask(TextTask):
         config: Mapping[str, Any] | None = None,
         instruction: str = "Answer with the result only.",
         partial_credit: bool = False,
+        chat: bool = True,
+        first_line: bool = False,
     ) -> None:
         try:
             import reasoning_gym
@@ -228,6 +231,8 @@ class ReasoningGymTask(TextTask):
         self.name = f"reasoning_gym:{dataset}"
         self.instruction = instruction
         self.partial_credit = partial_credit
+        self.chat = chat
+        self.first_line = first_line
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, size=self._SIZE, seed=seed, **(config or {}))
         except (ValueError, TypeError, AssertionError) as error:
@@ -240,10 +245,14 @@ class ReasoningGymTask(TextTask):
         return str(entry["question"]), entry
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        return self.tokenizer.chat([{"role": "user", "content": f"{prompt}\n{self.instruction}".strip()}])
+        text = f"{prompt}\n{self.instruction}".strip()
+        return self.tokenizer.chat([{"role": "user", "content": text}]) if self.chat else self.tokenizer.encode(text)
 
     async def reward(self, problem: Problem, completion: Completion) -> float:
-        score = float(self._dataset.score_answer(completion.text.strip(), entry=problem.data))
+        answer = completion.text.strip()
+        if self.first_line:
+            answer = answer.partition("\n")[0].strip()
+        score = float(self._dataset.score_answer(answer, entry=problem.data))
         return score if self.partial_credit else float(score >= 1.0)
 
 

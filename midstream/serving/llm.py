@@ -24,7 +24,8 @@ _VERB_TIMEOUT_S = 300.0
 class LLM:
     """An engine without a server or a second process: for scripts, evaluation and tests.
 
-    ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig. One thread at a time may call it.
+    ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig. Threads may share it: whoever waits for an answer runs
+    the turns, one at a time, and hands everyone what is theirs.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -38,6 +39,7 @@ class LLM:
         self._ids = itertools.count()
         self._answers: dict[int, Any] = {}
         self._open: dict[str, OutputBuilder] = {}
+        self._lock = threading.Lock()  # around every use of the core and of these two
 
     def generate(
         self,
@@ -48,8 +50,8 @@ class LLM:
         """Complete every prompt; outputs in the order of the prompts.
 
         ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
-        weights midstream. A refused prompt raises before any of the others has run. While the engine is paused, or
-        where ``on_step`` leaves it so, this raises Conflict: nothing in this process could resume it.
+        weights midstream. A refused prompt raises before any of the others has run. In an abort or wait pause this
+        raises EnginePaused, in a keep pause, or where ``on_step`` leaves the engine paused, Conflict.
         """
         if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = cast(list[Prompt], [prompts])
@@ -57,27 +59,31 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)  # type: ignore[list-item]
         if len(sampling_params) != len(prompts):
             raise InvalidInput(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for each")
+        self.core.protocol.admit()
         self._check_running()
-        builders = self._open = {}
+        builders: dict[str, OutputBuilder] = {}
         try:
-            for prompt, params in zip(prompts, sampling_params, strict=True):
-                text, ids = prompt_ids(prompt, self.text)  # type: ignore[arg-type]
-                request_id = str(next(self._ids))
-                self.core.add(request_id, ids, params)
-                tokenizer = self.text if self.text.exists else None
-                builders[request_id] = OutputBuilder(request_id, text, ids, params, tokenizer)
+            with self._lock:
+                for prompt, params in zip(prompts, sampling_params, strict=True):
+                    text, ids = prompt_ids(prompt, self.text)  # type: ignore[arg-type]
+                    request_id = str(next(self._ids))
+                    self.core.add(request_id, ids, params)
+                    tokenizer = self.text if self.text.exists else None
+                    self._open[request_id] = builders[request_id] = OutputBuilder(
+                        request_id, text, ids, params, tokenizer
+                    )
             steps = 0
             while not all(b.output.finished for b in builders.values()):
                 if self._advance() and on_step is not None:
                     steps += 1
                     on_step(steps)
                     self._check_running()
-        except BaseException:
-            self.core.abort(list(builders))
-            self.core.take_outputs()
-            raise
         finally:
-            self._open = {}
+            with self._lock:
+                self.core.abort(list(builders))  # those that an error has left
+                self._take()
+                for request_id in builders:
+                    self._open.pop(request_id, None)
         return [b.output for b in builders.values()]
 
     def chat_prompt(self, messages: list[dict[str, str]], **kwargs: Any) -> dict[str, list[int]]:
@@ -136,17 +142,23 @@ class LLM:
         self.close()
 
     def _advance(self) -> bool:
-        ran = self.core.step()
+        """One turn of the core; waits a little where it had nothing to do. True if a step ran."""
+        with self._lock:
+            ran = self.core.step()
+            self._take()
+            is_idle = not ran and not self.core.has_work
+        if is_idle:
+            self._turn.wait(_TURN_WAIT_S)
+            self._turn.clear()
+        return ran
+
+    def _take(self) -> None:
         outputs = self.core.take_outputs()
         for increment in outputs.increments:
             if increment.parent_id in self._open:
                 self._open[increment.parent_id].add(increment)
         for reply in outputs.replies:
             self._answers[reply.op] = reply
-        if not ran and not self.core.has_work:
-            self._turn.wait(_TURN_WAIT_S)
-            self._turn.clear()
-        return ran
 
     def _check_running(self) -> None:
         if self.core.protocol.is_paused:
@@ -154,7 +166,8 @@ class LLM:
 
     def _call(self, verb: str, **arguments: Any) -> dict[str, Any]:
         op = next(self._ops)
-        self.core.call(op, verb, arguments)
+        with self._lock:
+            self.core.call(op, verb, arguments)
         deadline = time.monotonic() + _VERB_TIMEOUT_S
         while op not in self._answers:
             self._advance()
