@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -161,6 +162,7 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     cores = len(os.sched_getaffinity(0))
     trainer_threads = max(cores // 2, 1)
     torch.set_num_threads(trainer_threads)
+    sys.setswitchinterval(0.0005)  # rollouts and updates must not wait Python's default 5 ms for the trainer's thread
     step_log = out / "steps.jsonl"
     engine = EngineThread()
     llm = AsyncLLM(
@@ -207,7 +209,8 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
             finally:
                 transfer.shutdown()
     finally:
-        engine.run(llm.aclose(), 30.0, "closing the engine")
+        with contextlib.suppress(MidstreamError):  # what ended the run is the error to see
+            engine.run(llm.aclose(), 30.0, "closing the engine")
         engine.close()
 
 

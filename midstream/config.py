@@ -47,8 +47,6 @@ class EngineConfig:
     """Label of the weights loaded at start."""
     step_log: str | None = None
     """File that gets one JSON line per step and per commit."""
-    kernels: Literal["auto", "reference"] = "auto"
-    """auto: C++ where a compiler is found. reference: plain torch everywhere."""
     extra: dict[str, Any] = field(default_factory=dict)
     """For a user's own weight transfer engine: handed to it unread."""
 
@@ -66,8 +64,6 @@ class EngineConfig:
             raise InvalidInput(f"block_size must be a multiple of 16, got {self.block_size}")
         if not self.update_lease_s > 0:
             raise InvalidInput(f"update_lease_s must be positive, got {self.update_lease_s}")
-        if self.kernels not in ("auto", "reference"):
-            raise InvalidInput(f"kernels must be auto or reference, got {self.kernels!r}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

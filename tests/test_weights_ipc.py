@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes_weights import DictSource, FakeEngine, PipeClient, random_weights, serve
 
+from fakes_weights import DictSource, FakeEngine, PipeClient, random_weights, serve
 from midstream.errors import Conflict, EngineDead, InvalidInput, TimedOut, UpdateConflict, WeightUpdateError
 from midstream.weights import ipc
 from midstream.weights.ipc import IPCTrainerWeightTransferEngine, SharedBuffer

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from fakes_weights import DictSource
 from torch import nn
 
+from fakes_weights import DictSource
 from midstream.errors import InvalidInput
 from midstream.types import ParamMeta
 from midstream.weights.manifest import digest, from_source, weights_id

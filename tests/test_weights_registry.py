@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes_weights import DictSource, FakeEngine, random_weights
 
+from fakes_weights import DictSource, FakeEngine, random_weights
 from midstream.errors import InvalidInput, TimedOut, WeightUpdateError
 from midstream.weights.base import (
     Registry,

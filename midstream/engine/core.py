@@ -10,9 +10,11 @@ and memory. The core carries messages between them and keeps the clock.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
@@ -156,11 +158,10 @@ class EngineCore:
             if handler is None:
                 raise InvalidInput(f"unknown verb {verb!r}; the engine has {', '.join(sorted(self._verbs))}")
             try:
-                handler(op, **arguments)
+                inspect.signature(handler).bind(op, **arguments)
             except TypeError as error:
-                if "argument" not in str(error):
-                    raise
                 raise InvalidInput(f"{verb}: {error}") from error
+            handler(op, **arguments)
         except MidstreamError as error:
             self.fail(op, error)
 
@@ -209,8 +210,14 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return False
-        changed = self.scheduler.update(plan, self.worker.execute(plan))
-        self._report(changed)
+        try:
+            result = self.worker.execute(plan)
+        except Exception:
+            # Its requests are over; the engine, and everyone who was not in this step, goes on.
+            traceback.print_exc()
+            self._report(self.scheduler.fail([r.request_id for r in plan.requests]))
+            return True
+        self._report(self.scheduler.update(plan, result))
         self.num_steps += 1
         if self._log:
             self.record(

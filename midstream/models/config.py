@@ -113,7 +113,7 @@ class ModelConfig:
             num_layers=number(int, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=number(int, "head_dim", hidden // heads),
+            head_dim=number(int, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads),
             vocab_size=number(int, "vocab_size"),
             max_position_embeddings=number(int, "max_position_embeddings", 2048),
             rms_norm_eps=number(float, "rms_norm_eps", 1e-6),

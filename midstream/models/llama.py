@@ -41,7 +41,7 @@ class Llama:
         for i, layer in enumerate(weights.layers):
             h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
             qkv = linear(h, layer.qkv, layer.qkv_bias)
-            if layer.q_norm is None:
+            if layer.q_norm is None or layer.k_norm is None:
                 qk, v = qkv.split((q_size + kv_size, kv_size), -1)
                 qk = rope(qk.view(-1, c.num_heads + c.num_kv_heads, c.head_dim), cos, sin)
             else:

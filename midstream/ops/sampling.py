@@ -83,8 +83,9 @@ def draw(logprobs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _top(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    values, ids = torch.topk(logprobs, min(count, logprobs.shape[-1]))
-    return list(zip(ids.tolist(), values.tolist(), strict=True))
+    """The ``count`` most likely (id, logprob), ties in the order of ids."""
+    values, ids = torch.sort(logprobs, descending=True, stable=True)
+    return list(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
 
 
 def sample(
@@ -115,9 +116,12 @@ def sample(
         for i, rank in zip(wanted, ranks, strict=True):
             drawn[i].rank = rank
             count = params[i].logprobs
-            if count:
-                source = raw if params[i].logprobs_mode == "raw_logprobs" else processed
-                drawn[i].top = _top(source[i], count)
+            if count and params[i].logprobs_mode == "raw_logprobs":
+                drawn[i].top = _top(raw[i], count)
+            elif count and params[i].temperature == 0:
+                drawn[i].top = [(drawn[i].token_id, 0.0)]  # a greedy distribution has one token
+            elif count:
+                drawn[i].top = _top(processed[i], count)
     return drawn
 
 

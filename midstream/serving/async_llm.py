@@ -142,6 +142,8 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         await self.start()
         self._check_alive()
+        if (params.detokenize or isinstance(prompt, (str, dict))) and self.text.exists and not self.text.is_loaded:
+            await asyncio.to_thread(self.text.load)  # seconds where it imports transformers: not on this loop
         text, ids = prompt_ids(prompt, self.text)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         while (left := self._leaving.get(request_id)) is not None:

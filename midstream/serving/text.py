@@ -26,6 +26,14 @@ class Text:
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
         return self._source.is_file() or any((self._source / name).is_file() for name in names)
 
+    @property
+    def is_loaded(self) -> bool:
+        return self._fast is not None
+
+    def load(self) -> None:
+        """Load now what the first use would load."""
+        self._backend()
+
     def encode(self, text: str) -> list[int]:
         """Text → ids, with the special tokens the tokenizer itself adds."""
         return list(self._backend().encode(text).ids)
