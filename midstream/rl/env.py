@@ -203,9 +203,9 @@ class ReasoningGymTask(TextTask):
     """Any task of the ``reasoning-gym`` package, by default through the model's chat template.
 
     ``config`` goes to the dataset. ``instruction`` is put after the question. The answer is the completion's text,
-    stripped; with ``first_line``, what stands before its first line break. ``chat=False`` gives the bare question to a
-    model that only continues text. ``partial_credit``: the dataset's own score, which for many tasks pays something for an answer that
-    contains the right one; otherwise 1 for a full score and 0 for less.
+    stripped; with ``first_line``, what stands before its first line break. ``chat=False`` gives the bare question to
+    a model that only continues text. ``partial_credit``: the dataset's own score, which for many tasks pays something
+    for an answer that contains the right one; otherwise 1 for a full score and 0 for less.
     """
 
     _SIZE = 1 << 30  # datasets make entry i from (seed, i) when asked; the size only bounds i
