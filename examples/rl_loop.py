@@ -34,7 +34,7 @@ def problem(rng: random.Random) -> tuple[str, str]:
     return f"{word}=", word[::-1]
 
 
-def main() -> None:
+def main(steps: int = STEPS) -> None:
     torch.set_num_threads(1)
     rng = random.Random(0)
     loop = EngineThread()  # an asyncio loop in a thread: generation goes on beside the optimizer
@@ -60,7 +60,7 @@ def main() -> None:
 
     for _ in range(IN_FLIGHT):
         launch()
-    for step in range(STEPS):
+    for step in range(steps):
         # Dynamic sampling: a group whose rewards are all equal teaches nothing; take another.
         groups, rewards, crossed = [], [], 0
         while len(groups) < GROUPS:
