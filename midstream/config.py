@@ -40,7 +40,7 @@ class EngineConfig:
     num_threads: int | None = None
     """Torch threads of the engine process; by default torch's choice."""
     weight_transfer_backend: str = "ipc"
-    """Registered name, or module:Class, of the WeightTransferEngine."""
+    """Registered name, or module:Class, of the WeightTransferEngine; a class is taken as its module:Class."""
     update_lease_s: float = 60.0
     """An open weight update that hears nothing for this long is aborted."""
     initial_version: str = "0"
@@ -74,4 +74,7 @@ class EngineConfig:
             raise InvalidInput(f"unknown engine options {', '.join(unknown)}; there are {', '.join(allowed)}")
         if "model" not in options:
             raise InvalidInput("model is missing: give a model directory or a GGUF file")
+        backend = options.get("weight_transfer_backend")
+        if isinstance(backend, type):
+            options = {**options, "weight_transfer_backend": f"{backend.__module__}:{backend.__qualname__}"}
         return cls(**options)

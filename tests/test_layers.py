@@ -65,7 +65,7 @@ FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("metrics",),
     "reasoning_gym": ("rl",),
     "matplotlib": ("rl", "cli"),
-    "rich": ("rl", "cli"),
+    "rich": ("rl", "serving", "cli"),
 }
 """The parts that may import a foreign library, by the longest name that fits."""
 

@@ -19,8 +19,6 @@ from midstream.types import SamplingParams, child_seed
 from test_exact import Engine, Result
 
 LENGTH = 64
-SHORT = 24
-"""Output tokens of the bf16 runs: a pause that clears the cache before every step costs their square."""
 QUESTIONS = [
     "What is the capital of France?", "Write a short poem about the sea.", "What is 17 + 25?",
     "Explain photosynthesis to a child.", "List three uses of a paperclip.", "Translate 'good morning' into Spanish.",
@@ -89,7 +87,7 @@ def test_greedy_ids_equal_transformers_and_logprobs_are_close(path: pathlib.Path
 
 
 def test_bf16_equals_itself_bit_for_bit_in_eight_ways(path: pathlib.Path, prompts: list[list[int]]) -> None:
-    base = SamplingParams(max_tokens=SHORT, seed=5, ignore_eos=True, logprobs=2, detokenize=False, temperature=0.8)
+    base = SamplingParams(max_tokens=LENGTH, seed=5, ignore_eos=True, logprobs=2, detokenize=False, temperature=0.8)
     kinds = [base, replace(base, temperature=0.0), replace(base, top_p=0.9, top_k=50, seed=6)]
     asked = [(f"k{i}", prompts[i], params) for i, params in enumerate(kinds)]
     others = [(f"o{i}", prompts[i % 8] + [9 + i], replace(base, seed=50 + i, max_tokens=8 + 2 * i)) for i in range(13)]
@@ -118,7 +116,7 @@ def test_bf16_equals_itself_bit_for_bit_in_eight_ways(path: pathlib.Path, prompt
                 one.core.abort(["first"])
                 made = [t for i in one.core.take_outputs().increments for t in i.token_ids]
                 assert made == wanted.token_ids[:at]
-                rest = one.one(replace(params, max_tokens=SHORT - at), prompt + made)
+                rest = one.one(replace(params, max_tokens=LENGTH - at), prompt + made)
                 assert rest.bits == wanted.after(at)
     with engine() as one:
         check(one.run([*others[:7], *asked, *others[7:]]), alone)
@@ -129,7 +127,7 @@ def test_bf16_equals_itself_bit_for_bit_in_eight_ways(path: pathlib.Path, prompt
         again = one.run(asked)
         assert all(r.last.num_cached_tokens >= 16 for r in again.values())
         check(again, alone)
-    with engine(num_blocks=2 * -(-(max(map(len, prompts)) + SHORT) // 16)) as one:
+    with engine(num_blocks=2 * -(-(max(map(len, prompts)) + LENGTH) // 16)) as one:
         tight = one.run([*asked, *others[:4]])
         assert sum(r.last.num_preemptions for r in tight.values()) >= 1
         check(tight, alone)
@@ -141,5 +139,5 @@ def test_bf16_equals_itself_bit_for_bit_in_eight_ways(path: pathlib.Path, prompt
 
 def check(results: dict[tuple[str, int], Result], alone: list[Result]) -> None:
     for i, wanted in enumerate(alone):
-        assert len(wanted.token_ids) == SHORT
+        assert len(wanted.token_ids) == LENGTH
         assert results[f"k{i}", 0].bits == wanted.bits

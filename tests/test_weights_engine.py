@@ -23,7 +23,7 @@ from midstream.models.weights import EMBEDDING, HEAD
 from midstream.serving.async_llm import AsyncLLM
 from midstream.serving.llm import LLM
 from midstream.types import SamplingParams
-from midstream.weights.base import trainer_engines
+from midstream.weights.base import trainer_engines, worker_engines
 from midstream.weights.ipc import IPCTrainerWeightTransferEngine
 from midstream.weights.manifest import weights_id
 
@@ -309,7 +309,9 @@ def test_case_040_two_hundred_updates_leave_both_sides_flat(background: Any) -> 
 def test_a_user_s_own_transfer_engine_end_to_end(
     models: pathlib.Path, background: Any, tmp_path: pathlib.Path, where: str
 ) -> None:
-    backend = "my_transfer_engine:FileWeightTransferEngine"
+    backend: str | type = "my_transfer_engine:FileWeightTransferEngine"
+    if where == "in process":
+        backend = worker_engines.lookup("my_transfer_engine:FileWeightTransferEngine")  # a class serves as well
     half = trainer_engines.lookup("my_transfer_engine:FileTrainerWeightTransferEngine")
     engine = background("w0", weight_transfer_backend=backend) if where == "another process" else None
     llm = None if engine else LLM(str(models / "w0"), num_blocks=64, weight_transfer_backend=backend)

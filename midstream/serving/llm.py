@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from rich.progress import Progress
 
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
@@ -46,12 +48,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_step: Callable[[int], None] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
         ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
         weights midstream. A refused prompt raises before any of the others has run. In an abort or wait pause this
-        raises EnginePaused, in a keep pause, or where ``on_step`` leaves the engine paused, Conflict.
+        raises EnginePaused, in a keep pause, or where ``on_step`` leaves the engine paused, Conflict. ``use_tqdm``
+        (vLLM's name): a progress bar where the output is a terminal and there is more than one prompt.
         """
         if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = cast(list[Prompt], [prompts])
@@ -73,11 +77,14 @@ class LLM:
                         request_id, text, ids, params, tokenizer
                     )
             steps = 0
-            while not all(b.output.finished for b in builders.values()):
-                if self._advance() and on_step is not None:
-                    steps += 1
-                    on_step(steps)
-                    self._check_running()
+            with Progress(transient=True, disable=not use_tqdm or len(builders) < 2 or not sys.stderr.isatty()) as bar:
+                task = bar.add_task("generating", total=len(builders))
+                while (left := sum(not b.output.finished for b in builders.values())) > 0:
+                    bar.update(task, completed=len(builders) - left)
+                    if self._advance() and on_step is not None:
+                        steps += 1
+                        on_step(steps)
+                        self._check_running()
         finally:
             with self._lock:
                 self.core.abort(list(builders))  # those that an error has left
