@@ -44,8 +44,9 @@ def main() -> None:
             llm.generate(prompts[: concurrency // 8], params)
             step = (time.perf_counter() - start) / (llm.core.num_steps - before) * 1e3
             limit = products_ms(llm, concurrency)
-            line = {"name": "decode step, tiny model, 1 thread", "C": concurrency, "value": round(step, 3), "unit": "ms"}
-            print(json.dumps({**line, "reference": round(limit, 3), "ratio": round(step / limit, 2)}), flush=True)
+            line = {"name": "tiny model: decode step, 1 thread", "C": concurrency, "unit": "ms"}
+            line |= {"value": round(step, 3), "reference": round(limit, 3), "ratio": round(step / limit, 2)}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
