@@ -176,4 +176,4 @@ def test_the_script_makes_a_model_that_opens(
     assert "held-out accuracy on 4 problems" in capsys.readouterr().out
     made, shipped = (dict(load_weights(open_checkpoint(path), torch.float32)) for path in (out, MODEL))
     assert made.keys() == shipped.keys()
-    assert {f.name for f in out.iterdir()} == {f.name for f in MODEL.iterdir()} - {"README.md"}
+    assert {f.name for f in out.iterdir()} == {f.name for f in MODEL.iterdir()} - {"README.md", "quickstart.toml"}

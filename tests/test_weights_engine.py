@@ -305,6 +305,18 @@ def test_case_040_two_hundred_updates_leave_both_sides_flat(background: Any) -> 
     trainer.shutdown()
 
 
+def test_weights_that_are_not_numbers_fail_requests_and_not_the_engine(models: pathlib.Path) -> None:
+    with LLM(str(models / "w0"), num_blocks=64) as llm:
+        trainer = connect(llm, {name: torch.full_like(tensor, torch.nan) for name, tensor in W0.items()})
+        trainer.send_weights("broken")
+        with pytest.raises(MidstreamError, match="the step failed"):
+            ask(llm)
+        trainer.source = DictSource(W1)  # type: ignore[assignment]
+        trainer.send_weights("mended")
+        assert ask(llm) == reference(models, "w1")
+        trainer.shutdown()
+
+
 @pytest.mark.parametrize("where", ["in process", "another process"])
 def test_a_user_s_own_transfer_engine_end_to_end(
     models: pathlib.Path, background: Any, tmp_path: pathlib.Path, where: str

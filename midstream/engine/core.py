@@ -51,9 +51,11 @@ class Reply:
 
 @dataclass(slots=True)
 class CoreOutputs:
-    """What a turn produced. ``step`` counts steps, so that a reply can be placed after the outputs before it."""
+    """What turns produced, in this order: increments first, then the requests that failed, then the replies."""
 
     increments: list[RequestIncrement] = field(default_factory=list)
+    failed: list[tuple[str, MidstreamError]] = field(default_factory=list)
+    """(parent id, why): requests ended by an error of a step; nothing more comes for them."""
     replies: list[Reply] = field(default_factory=list)
 
 
@@ -212,10 +214,12 @@ class EngineCore:
             return False
         try:
             result = self.worker.execute(plan)
-        except Exception:
+        except Exception as error:
             # Its requests are over; the engine, and everyone who was not in this step, goes on.
             traceback.print_exc()
-            self._report(self.scheduler.fail([r.request_id for r in plan.requests]))
+            reason = MidstreamError(f"the step failed: {type(error).__name__}: {error}")
+            ended = self.scheduler.fail([self.scheduler.live[r.request_id].parent_id for r in plan.requests])
+            self.outputs.failed += [(parent_id, reason) for parent_id in dict.fromkeys(r.parent_id for r in ended)]
             return True
         self._report(self.scheduler.update(plan, result))
         self.num_steps += 1

@@ -81,6 +81,7 @@ class Outputs(msgspec.Struct, tag=True):
     increments: list[RequestIncrement]
     answers: list[Answer]
     refused: list[tuple[str, dict[str, Any]]]
+    """(request id, error): refused at add, or ended by a step that failed."""
 
 
 FromCore = Ready | Failed | Outputs
@@ -208,6 +209,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                     return
         ran = core.step()
         outputs = core.take_outputs()
+        refused += [(request_id, to_wire(error)) for request_id, error in outputs.failed]
         if outputs.increments or outputs.replies or refused:
             answers = [Answer(r.op, r.value, to_wire(r.error) if r.error else None) for r in outputs.replies]
             socket.send(encode(Outputs(outputs.increments, answers, refused)))

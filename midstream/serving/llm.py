@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
-from midstream.errors import Conflict, InvalidInput, TimedOut
+from midstream.errors import Conflict, InvalidInput, MidstreamError, TimedOut
 from midstream.serving.outputs import OutputBuilder, Prompt, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
@@ -41,6 +41,7 @@ class LLM:
         self._ids = itertools.count()
         self._answers: dict[int, Any] = {}
         self._open: dict[str, OutputBuilder] = {}
+        self._failed: dict[str, MidstreamError] = {}
         self._lock = threading.Lock()  # around every use of the core and of these two
 
     def generate(
@@ -81,7 +82,10 @@ class LLM:
                 task = bar.add_task("generating", total=len(builders))
                 while (left := sum(not b.output.finished for b in builders.values())) > 0:
                     bar.update(task, completed=len(builders) - left)
-                    if self._advance() and on_step is not None:
+                    ran = self._advance()
+                    if failed := [request_id for request_id in builders if request_id in self._failed]:
+                        raise self._failed[failed[0]]
+                    if ran and on_step is not None:
                         steps += 1
                         on_step(steps)
                         self._check_running()
@@ -91,6 +95,7 @@ class LLM:
                 self._take()
                 for request_id in builders:
                     self._open.pop(request_id, None)
+                    self._failed.pop(request_id, None)
         return [b.output for b in builders.values()]
 
     def chat_prompt(self, messages: list[dict[str, str]], **kwargs: Any) -> dict[str, list[int]]:
@@ -164,6 +169,8 @@ class LLM:
         for increment in outputs.increments:
             if increment.parent_id in self._open:
                 self._open[increment.parent_id].add(increment)
+        for request_id, error in outputs.failed:
+            self._failed[request_id] = error
         for reply in outputs.replies:
             self._answers[reply.op] = reply
 
