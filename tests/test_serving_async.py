@@ -573,3 +573,26 @@ def test_llm_is_shared_by_threads_one_generates_the_others_call(model: pathlib.P
                 thread.join(LIMIT_S)
         assert not problems and not llm._answers
         assert random_weights("llama", 0, **TINY).keys() == llm.core.session.held_digests.keys()
+
+
+def test_a_text_that_can_not_be_shown_ends_its_stream_alone(model: pathlib.Path) -> None:
+    async def body() -> None:
+        async with engine(model) as llm:
+
+            class Broken:
+                exists, is_loaded = True, True
+
+                def decode(self, ids: list[int]) -> str:
+                    raise ValueError("no such id")
+
+            whole = llm.text
+            llm.text = Broken()  # type: ignore[assignment]
+            with pytest.raises(MidstreamError, match="can not be shown"):
+                await asyncio.wait_for(collect(llm, [5, 6], SamplingParams(max_tokens=400)), 10)
+            llm.text = whole
+            assert (await asyncio.wait_for(collect(llm, [5, 6], LONG), 10)).finished
+            async with asyncio.timeout(10):
+                while (await llm.status())["running"]:
+                    pass
+
+    run(body())

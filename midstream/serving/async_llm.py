@@ -273,8 +273,12 @@ class AsyncLLM:
 
     async def _read(self) -> None:
         assert self._socket is not None
-        while True:
-            self._take(await self._socket.recv())
+        try:
+            while True:
+                self._take(await self._socket.recv())
+        except Exception as error:  # nobody may wait for a reader that is gone
+            self._fail_all(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
+            raise
 
     def _take(self, frame: bytes) -> None:
         message = from_core_decoder.decode(frame)
@@ -283,7 +287,11 @@ class AsyncLLM:
                 for increment in message.increments:
                     stream = self._streams.get(increment.parent_id)
                     if stream is not None:
-                        stream.builder.add(increment)
+                        try:
+                            stream.builder.add(increment)
+                        except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
+                            stream.error = MidstreamError(f"the output can not be shown: {fault}")
+                            self._post(encode(Abort([increment.parent_id])))
                         stream.news.set()
                     elif (left := self._leaving.get(increment.parent_id)) is not None:
                         left.builder.add(increment)
