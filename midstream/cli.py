@@ -1,4 +1,4 @@
-"""The command line: ``midstream train`` and ``midstream check``. The only module that may import every layer."""
+"""The command line: ``midstream serve``, ``midstream train`` and ``midstream check``. The only module that may import every layer."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         description="An exact LLM inference engine for online RL, and the async trainer that drives it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
+        "  midstream serve DIR                                an OpenAI-compatible rollout server with RL routes\n"
         "  midstream train                                    the quick start: a tiny model learns on this CPU\n"
         "  midstream train --sync --steps 40                  the synchronous algorithm\n"
         "  midstream train --model M.gguf --task reasoning_gym:chain_sum\n"
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "  midstream check exact --model DIR                  the same for any model, under varied batching\n",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
     _add_train(commands)
     _add_check(commands)
     return parser
@@ -257,6 +259,23 @@ def _print_summary(s: dict[str, Any], config: TrainConfig, out: Path) -> None:
     if s.get("exact_tokens") is not None:
         print(f"  exact: {s['exact_tokens']} of {s['tokens']} tokens")
     print(f"  weight digest {s['weight_digest'][:16]}…   files in {out} (look at {out / 'report.png'})")
+
+
+# -- serve -------------------------------------------------------------------------------------------------------------
+
+
+def _add_serve(commands: Any) -> None:
+    from midstream.serving import command
+
+    p = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP to RL clients",
+        description=command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=command.EPILOG,
+    )
+    command.add_arguments(p)
+    p.set_defaults(run=command.run)
 
 
 # -- check -------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from midstream.errors import InvalidInput
 
 DType = Literal["auto", "float32", "bfloat16"]
+UpdateMode = Literal["full", "partial"]
+CastPolicy = Literal["deny", "allow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,10 @@ class EngineConfig:
     """Torch threads of the engine process; by default torch's choice."""
     weight_transfer_backend: str = "ipc"
     """Registered name, or module:Class, of the WeightTransferEngine; a class is taken as its module:Class."""
+    default_update_mode: UpdateMode = "full"
+    """Of a weight update whose start names none. partial: an update may leave tensors as they are."""
+    default_cast: CastPolicy = "deny"
+    """Of a weight update whose start names none. allow: tensors may arrive in another floating dtype than the engine's."""
     update_lease_s: float = 60.0
     """An open weight update that hears nothing for this long is aborted."""
     initial_version: str = "0"
@@ -58,6 +64,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {value}")
+        for name, allowed in (("default_update_mode", UpdateMode), ("default_cast", CastPolicy)):
+            if getattr(self, name) not in get_args(allowed):
+                raise InvalidInput(f"{name} must be {' or '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidInput(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.block_size % 16:

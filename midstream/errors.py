@@ -7,6 +7,11 @@
     ├── Conflict                    409  the call does not fit the state the engine is in
     │   ├── PauseCancelled          409  a resume (or another pause) ended this pause before it completed
     │   └── UpdateConflict          409  no update open, or one is open already
+    ├── Unauthorized                401  no token, or the wrong one
+    ├── Forbidden                   403  not from here
+    ├── TooLarge                    413  a request body over the limit
+    ├── NotFound                    404  a model, route or request that is not here
+    ├── Overloaded                  503  retryable: the server takes no more at the moment
     ├── EnginePaused                503  retryable: new requests are refused while an abort or wait pause holds
     ├── TimedOut (TimeoutError)     504  a bounded wait ended; says what was still missing
     ├── RewardError                 500  a task's reward function failed or took too long
@@ -65,6 +70,37 @@ class PauseCancelled(Conflict):
 
 class UpdateConflict(Conflict):
     """A weight verb out of order: no update is open, or another one is."""
+
+
+class Unauthorized(MidstreamError):
+    """The route needs a token that the request does not carry."""
+
+    status = 401
+
+
+class Forbidden(MidstreamError):
+    """The route is not for whoever asks from there."""
+
+    status = 403
+
+
+class TooLarge(MidstreamError):
+    """A request body over the server's limit."""
+
+    status = 413
+
+
+class NotFound(MidstreamError):
+    """A name that nothing here answers to; the message lists the names that there are."""
+
+    status = 404
+
+
+class Overloaded(MidstreamError):
+    """A limit of the server is reached, or it is ending. Try again later."""
+
+    status = 503
+    retryable = True
 
 
 class EnginePaused(MidstreamError):

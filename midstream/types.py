@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from midstream.errors import InvalidInput
 
@@ -38,6 +38,11 @@ def mix64(x: int) -> int:
 def child_seed(seed: int, index: int) -> int:
     """Seed of child ``index`` of n samples; child 0 has the request's own seed, so n=1 and n=8 agree on it."""
     return seed if index == 0 else mix64(seed ^ mix64(index)) & MAX_SEED
+
+
+def child_id(request_id: str, index: int, n: int) -> str:
+    """What the core calls sample ``index`` of a request for n."""
+    return request_id if n == 1 else f"{index}_{request_id}"
 
 
 class RequestStatus(enum.Enum):
@@ -97,6 +102,28 @@ class ParamMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What the text must match; exactly one is given."""
+
+    json: str | None = None
+    """A JSON schema, as text."""
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+        given = [value for value in (self.json, self.regex, self.choice) if value is not None]
+        if len(given) != 1:
+            raise InvalidInput(f"structured_outputs takes exactly one of json, regex and choice, got {len(given)}")
+        for text in self.choice if self.choice is not None else given:
+            if not isinstance(text, str) or not text:
+                raise InvalidInput(f"structured_outputs: json, regex and each choice are non-empty text, got {text!r}")
+        if self.choice == ():
+            raise InvalidInput("structured_outputs: choice is empty: give at least one text")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample; vLLM's names and defaults.
 
@@ -105,15 +132,22 @@ class SamplingParams:
 
     n: int = 1
     temperature: float = 1.0
-    """0 is greedy; then top_k and top_p have no effect and the processed logprob is 0."""
+    """0 is greedy; then top_k, top_p and min_p have no effect and the processed logprob is 0."""
     top_p: float = 1.0
     top_k: int = 0
     """0 or -1: no limit."""
+    min_p: float = 0.0
+    """Least probability kept, as a share of the most likely token's."""
+    repetition_penalty: float = 1.0
+    """Over 1: tokens of prompt and output so far become less likely (logit / penalty; below 0 logit * penalty)."""
     max_tokens: int | None = 16
     """None: up to the model's length."""
     seed: int | None = None
     """63 bits. Without one the engine chooses, and returns it."""
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end the output; found where text is made, so they need ``detokenize``."""
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no logprobs in the output. k: the sampled token's, and the k most likely ones."""
@@ -121,14 +155,22 @@ class SamplingParams:
     """As ``logprobs``, for the prompt; such a request takes no prefix-cache hit."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """raw: log-softmax of the model's logits. processed: of the distribution really sampled from."""
+    structured_outputs: StructuredOutputs | None = None
+    return_sampling_mask: bool = False
+    """The ids that each token could have been: those the truncated distribution keeps."""
     detokenize: bool = True
+    skip_special_tokens: bool = True
     final_only: bool = False
     """One output at the end instead of a stream of increments."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop: Any = self.stop
+        if stop is not None and not isinstance(stop, (str, list, tuple)):
+            raise InvalidInput(f"stop must be a text or a list of texts, got {stop!r}")
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
         _integer("n", self.n, 1, MAX_N)
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise InvalidInput(f"{name} must be a finite number, got {value!r}")
@@ -136,6 +178,16 @@ class SamplingParams:
             raise InvalidInput(f"temperature must be >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise InvalidInput(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidInput(f"min_p must be in [0, 1], got {self.min_p}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise InvalidInput(f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidInput(f"stop must be non-empty texts, got {self.stop!r}")
+        if self.stop and not self.detokenize:
+            raise InvalidInput("stop texts need detokenize=True: they are found in the text")
+        if self.return_sampling_mask and not self.is_truncated:
+            raise InvalidInput("return_sampling_mask: every id is kept; set top_k, top_p, min_p or temperature=0")
         _integer("top_k", self.top_k, -1, None)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -150,6 +202,13 @@ class SamplingParams:
             raise InvalidInput(
                 f"logprobs_mode must be raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}"
             )
+
+
+    @property
+    def is_truncated(self) -> bool:
+        """Some ids can not be sampled."""
+        limited = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return limited or self.temperature == 0 or self.structured_outputs is not None
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
@@ -174,11 +233,15 @@ class Request:
     max_total_tokens: int
     """prompt + output may not grow beyond this (max_tokens and the model's length)."""
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: Any = None
+    """``engine.grammar.Grammar`` of a request with structured outputs: one step further with each token."""
     parent_id: str = ""
     index: int = 0
     cache_salt: str = ""
+    priority: int = 0
+    """A lower number is more urgent."""
     arrival: int = -1
-    """Order of admission into the engine, set by the scheduler; never changes, so it is also the priority."""
+    """Order of admission into the engine, set by the scheduler; never changes. Decides among equal priorities."""
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     """prompt followed by output; set from prompt_token_ids at creation."""
@@ -188,6 +251,8 @@ class Request:
     """For ``params.logprobs`` = k > 0: the k most likely (id, logprob) of each step, in the request's mode."""
     output_ranks: list[int] = field(default_factory=list)
     """1 = the sampled token was the most likely one."""
+    output_kept: list[list[int]] = field(default_factory=list)
+    """With ``params.return_sampling_mask``: the ids that each token could have been."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] = field(default_factory=list)
     """For prompt positions 1..: (logprob, rank, top k)."""
     num_computed_tokens: int = 0
@@ -217,6 +282,11 @@ class Request:
             self.token_ids = list(self.prompt_token_ids)
         if not self.parent_id:
             self.parent_id = self.request_id
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Requests are served in ascending order of this."""
+        return (self.priority, self.arrival)
 
     @property
     def num_tokens(self) -> int:
@@ -249,6 +319,10 @@ class ScheduledRequest:
     params: SamplingParams
     prompt_targets: list[int] = field(default_factory=list)
     """For prompt logprobs: the token that follows each scheduled position, as far as it lies in the prompt."""
+    history: list[int] | None = None
+    """All tokens so far, where a repetition penalty needs them."""
+    allowed: bytes | None = None
+    """What the grammar lets come next: a bit for each token id, the least significant first."""
 
 
 @dataclass(slots=True)
@@ -274,6 +348,7 @@ class SampledToken:
     processed_logprob: float
     rank: int = 0
     top: list[tuple[int, float]] = field(default_factory=list)
+    kept: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -298,9 +373,11 @@ class RequestIncrement:
     """All spans so far, from output token 0."""
     seed: int
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
+    stop_reason: int | str | None = None
+    """The stop token's id, or why it ended with "error"."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] | None = None
     kv_versions: list[tuple[int, int, int]] | None = None
+    sampling_mask: list[list[int]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_reprefilled_tokens: int = 0
     num_preemptions: int = 0
@@ -329,7 +406,10 @@ class CompletionOutput:
     processed_logprobs: list[float] = field(default_factory=list)
     """Of the sampled tokens under the distribution really sampled from; always filled. What a trainer needs."""
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    """The stop token's id, the stop text, or why a grammar could not go on; None: end of text, length or abort."""
+    sampling_mask: list[list[int]] | None = None
+    """Per output token the ids it could have been, ascending; with ``return_sampling_mask``."""
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     kv_versions: list[tuple[int, int, int]] | None = None
     """(version number, start, end) over positions of prompt + output, in the order computed; None where every
@@ -354,7 +434,7 @@ class RequestOutput:
 
 def extend_spans(spans: list[WeightVersionSpan], version: WeightVersion, position: int) -> None:
     """Record in place that output token ``position`` (the next one) was made under ``version``."""
-    if spans and spans[-1].number == version.number:
+    if spans and spans[-1].number == version.number and spans[-1].version == version.label:
         last = spans[-1]
         spans[-1] = WeightVersionSpan(last.version, last.number, last.start, position + 1)
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from midstream.models.config import ModelConfig
 from midstream.models.weights import parameter_shapes
@@ -72,4 +73,28 @@ def write_checkpoint(
     config = config_of(variant, **changes)
     (directory / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}))
     save_file(random_weights(variant, seed, dtype, **changes), directory / "model.safetensors")
+    return directory
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if mood %}({{ mood }}){% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_text_checkpoint(
+    directory: pathlib.Path, variant: str = "llama", merges: tuple[str, ...] = ("ab", "th", "the"), **changes: Any
+) -> pathlib.Path:
+    """A model directory with a tokenizer over bytes: id 0 is <bos>, 1 <eos>, then 256 bytes, then ``merges``."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 2)}
+    for merged in merges:
+        vocab[merged] = len(vocab) + 2
+    tokenizer = Tokenizer(models.BPE({"<bos>": 0, "<eos>": 1, **vocab}, [(m[:-1], m[-1]) for m in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
+    write_checkpoint(directory, variant, vocab_size=len(vocab) + 2, **changes)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory

@@ -175,6 +175,7 @@ class FakeEngine:
         parent_id: str | None = None,
         stop_token_ids: Iterable[int] = (),
         cache_salt: str = "",
+        priority: int = 0,
         prompt_logprobs: int | None = None,
     ) -> list[Request]:
         parent_id = parent_id or f"r{self._num_added}"
@@ -190,6 +191,7 @@ class FakeEngine:
                 parent_id=parent_id,
                 index=index,
                 cache_salt=cache_salt,
+                priority=priority,
             )
             for index in range(n)
         ]

@@ -15,6 +15,7 @@ import torch
 from checkpoints import random_weights, write_checkpoint
 from cores import TINY, Driver, Teacher, digests_of
 from midstream.engine import core as core_module
+from midstream.engine import pauses as pauses_module
 from midstream.engine import updates as updates_module
 from midstream.errors import (
     Conflict,
@@ -329,7 +330,7 @@ def test_case_062_a_thousand_aborted_groups_leave_no_record(make: Callable[..., 
         assert driver.output(name).finished
     driver.check_idle()
     core = driver.core
-    assert not core._jobs and not core._deadlines and not core.outputs.increments
+    assert not core._jobs and not core.pauses.is_waiting and not core.outputs.increments
 
 
 def test_case_063_a_group_is_admitted_whole_or_not(make: Callable[..., Driver]) -> None:
@@ -625,7 +626,7 @@ def test_case_074_a_reset_that_can_do_nothing_says_so(make: Callable[..., Driver
     assert driver.core.scheduler.pool.num_used > 0
     driver.pause("keep", clear_cache=True)
     assert driver.core.scheduler.pool.num_used == 0
-    assert driver.now("reset_prefix_cache") == {"success": True}
+    assert driver.now("reset_prefix_cache") == {"success": True, "reset_requests": 0}
     assert driver.update(W1)["kv_policy"] == "recompute"
     driver.resume()
     driver.run()
@@ -864,6 +865,7 @@ def patched_clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(core_module, "time", Clock)
     monkeypatch.setattr(updates_module, "time", Clock)
+    monkeypatch.setattr(pauses_module, "time", Clock)
     return Clock
 
 
@@ -1128,13 +1130,13 @@ def test_case_029_case_030_a_failed_update_leaves_the_old_weights_bit_for_bit(
     driver.add(prompt(8), "after", max_tokens=5)
     driver.run()
     Teacher(driver, {1: W1}).check([driver.output("after")], PLAIN)
-    assert not driver.core._jobs and driver.core.updates._num_chunks == 0
+    assert not driver.core._jobs and not driver.core.updates._in_flight
 
 
 def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]) -> None:
     driver = make()
     for verb, arguments in (
-        ("update_weights", {"request": {"update_info": {"key": 0}}}),
+        ("update_weights", {"request": {"update_info": {"key": 0, "update": "update-1"}}}),
         ("finish_weight_update", {}),
     ):
         error = driver.error(driver.call(verb, **arguments))

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 NO_TORCH = (
     "types", "config", "errors", "metrics",
     "kv.block_pool", "kv.manager", "kv.connector",
-    "engine.scheduler", "engine.protocol",
+    "engine.scheduler", "engine.protocol", "engine.grammar",
     "weights.session",
     "serving.client", "serving.router",
     "rl.types", "rl.buffer", "rl.advantage",
@@ -51,7 +51,7 @@ NO_TORCH = (
 FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("ops",),
     "torch.distributed": ("parallel", "weights"),
-    "socket": ("engine.process", "serving.async_llm"),
+    "socket": ("engine.process", "serving.async_llm", "weights.nccl"),
     "zmq": ("engine.process", "serving.async_llm"),
     "msgspec": ("engine.process", "serving.async_llm"),
     "fastapi": ("serving",),
@@ -61,6 +61,7 @@ FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "transformers": ("serving.text", "models.loader"),
     "tokenizers": ("serving.text", "models.loader"),
     "jinja2": ("serving.text",),
+    "llguidance": ("engine.grammar",),
     "gguf": ("models.loader",),
     "prometheus_client": ("metrics",),
     "reasoning_gym": ("rl",),

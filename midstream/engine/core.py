@@ -21,19 +21,22 @@ from typing import IO, Any, cast
 
 from midstream.config import EngineConfig
 from midstream.engine import protocol as p
+from midstream.engine.grammar import GrammarCompiler
+from midstream.engine.pauses import Pauses
 from midstream.engine.scheduler import Scheduler
+from midstream.engine.sleep import Sleep
 from midstream.engine.updates import WeightUpdates
 from midstream.engine.worker import Done, Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
 from midstream.types import (
     FinishReason,
-    PauseMode,
     Request,
     RequestIncrement,
     RequestStatus,
     SamplingParams,
     WeightVersion,
+    child_id,
     child_seed,
 )
 from midstream.weights.manifest import digest, weights_id
@@ -75,39 +78,56 @@ class EngineCore:
             max_model_len=self.worker.max_model_len,
             version=version,
         )
+        model = self.worker.model_config
+        self.grammars = GrammarCompiler(model.vocab_size, model.eos_token_ids)
         self.protocol = p.Protocol()
         self.outputs = CoreOutputs()
         self.num_steps = 0
         self._jobs: dict[int, Callable[[Done], None]] = {}
-        self._deadlines: dict[int, float] = {}
-        self._paused_since: float | None = None
+        self._once_paused: dict[Any, Callable[[], None]] = {}
         self._is_checked = True
         self._log: IO[str] | None = open(config.step_log, "a") if config.step_log else None  # noqa: SIM115
         session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests)
         self.updates = WeightUpdates(self, session)
+        self.pauses = Pauses(self)
+        self.sleep = Sleep(self)
         self._verbs: dict[str, Callable[..., None]] = {
-            "pause_generation": self._pause,
-            "resume_generation": lambda op: self.act(self.protocol.resume(op)),
-            "is_paused": lambda op: self.reply(op, {"is_paused": self.protocol.is_paused}),
+            "pause_generation": self.pauses.pause,
+            "resume_generation": self.pauses.resume,
+            "is_paused": lambda op: self.reply(op, {"is_paused": self.is_paused}),
+            "sleep": self.sleep.sleep,
+            "wake_up": self.sleep.wake_up,
+            "is_sleeping": lambda op: self.reply(op, {"is_sleeping": self.sleep.level is not None}),
             "init_weight_transfer_engine": self.updates.init_transfer,
             "start_weight_update": self.updates.start,
             "update_weights": self.updates.update,
             "finish_weight_update": self.updates.finish,
             "abort_weight_update": self.updates.abort,
             "shutdown_weight_transfer_engine": self.updates.shutdown_transfer,
+            "update_weight_version": self.updates.relabel,
+            "weight_checker": self.updates.check,
             "reset_prefix_cache": self._reset_prefix_cache,
             "abort_requests": self._abort_requests,
             "status": lambda op: self.reply(op, self.status()),
+            "load_grammar_tokenizer": self._load_grammar_tokenizer,
             "weight_digests": lambda op: self.reply(op, self.weight_digests()),
         }
 
     # -- commands ----------------------------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> None:
         """Accept a request (its n samples at once). Raises InvalidInput, or EnginePaused in an abort or wait pause."""
+        self.sleep.admit()
         self.protocol.admit()
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidInput(f"priority must be an integer, got {priority!r}")
         self._check_prompt(prompt_token_ids, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         prompt = list(prompt_token_ids)
@@ -115,18 +135,21 @@ class EngineCore:
         limit = longest if params.max_tokens is None else min(len(prompt) + params.max_tokens, longest)
         eos = () if params.ignore_eos else self.worker.model_config.eos_token_ids
         stop = frozenset((*params.stop_token_ids, *eos))
+        grammar = None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
         self.scheduler.add(
             [
                 Request(
-                    request_id=request_id if params.n == 1 else f"{k}_{request_id}",
+                    request_id=child_id(request_id, k, params.n),
                     prompt_token_ids=prompt,
                     params=params,
                     seed=child_seed(seed, k),
                     max_total_tokens=limit,
                     stop_token_ids=stop,
+                    grammar=grammar.copy() if grammar else None,
                     parent_id=request_id,
                     index=k,
                     cache_salt=cache_salt,
+                    priority=priority,
                 )
                 for k in range(params.n)
             ]
@@ -186,12 +209,21 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """The next turn has something to do: staging results to take, or a step to run."""
-        return bool(self.worker.completed) or (self.protocol.may_step and self.scheduler.has_unfinished)
+        return bool(self.worker.completed) or (self.may_step and self.scheduler.has_unfinished)
+
+    @property
+    def may_step(self) -> bool:
+        """Neither paused nor asleep."""
+        return self.protocol.may_step and self.sleep.may_step
+
+    @property
+    def is_paused(self) -> bool:
+        return self.protocol.is_paused
 
     @property
     def is_waiting(self) -> bool:
         """Something is under way that needs turns though no step runs: staging jobs, time limits, open updates."""
-        return bool(self._jobs or self._deadlines or self.session.is_open)
+        return bool(self._jobs or self.pauses.is_waiting or self.session.is_open)
 
     def step(self) -> bool:
         """One turn: settle what is due between two steps, then run one step if there is one. True if a step ran."""
@@ -200,7 +232,7 @@ class EngineCore:
             self._jobs.pop(done.job)(done)
         self.act(self.protocol.boundary(self._facts()))
         self._watch_clock()  # after the boundary: what is complete now is not late
-        if not self.protocol.may_step or not self.scheduler.has_unfinished:
+        if not self.may_step or not self.scheduler.has_unfinished:
             if not self.scheduler.has_unfinished and not self._is_checked:
                 self.scheduler.check_integrity()
                 self._is_checked = True
@@ -249,18 +281,15 @@ class EngineCore:
             self._log = None
 
     def _facts(self) -> p.StepFacts:
-        live = self.scheduler.live
-        return p.StepFacts(num_unfinished=len(live), oldest_has_progressed=self.scheduler.oldest_has_progressed())
+        # Without weights nothing can progress before the commit that brings them.
+        progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
+        return p.StepFacts(num_unfinished=len(self.scheduler.live), oldest_has_progressed=progressed)
 
     def _watch_clock(self) -> None:
-        if not self._deadlines and not self.session.is_open:
-            return
-        now = time.monotonic()
-        for op in [op for op, deadline in self._deadlines.items() if now >= deadline]:
-            live = list(self.scheduler.live)
-            shown = ", ".join(live[:5]) + (f" and {len(live) - 5} more" if len(live) > 5 else "")
-            self.act(self.protocol.pause_timed_out(op, f"{len(live)} requests still run ({shown})"))
-        self.updates.watch_lease(now)
+        if self.pauses.is_waiting or self.session.is_open:
+            now = time.monotonic()
+            self.pauses.watch(now)
+            self.updates.watch_lease(now)
 
     def _report(self, requests: Sequence[Request]) -> None:
         """Turn what the scheduler changed into increments: tokens not sent yet, and the end."""
@@ -272,7 +301,11 @@ class EngineCore:
             ids = request.token_ids[request.num_prompt_tokens + request.num_sent_tokens :]
             request.num_sent_tokens += len(ids)
             last = request.token_ids[-1]
-            stopped = request.status is RequestStatus.FINISHED_STOPPED and last in request.params.stop_token_ids
+            why: int | str | None = None
+            if request.status is RequestStatus.FINISHED_STOPPED and last in request.params.stop_token_ids:
+                why = last
+            elif request.grammar is not None and request.grammar.error:
+                why = f"structured_outputs: {request.grammar.error}"
             wants_prompt = request.params.prompt_logprobs is not None
             reason = cast(FinishReason, request.status.value) if finished else None
             self.outputs.increments.append(
@@ -286,9 +319,10 @@ class EngineCore:
                     weight_versions=list(request.version_spans),
                     seed=request.seed,
                     finish_reason=reason,
-                    stop_token_id=last if stopped else None,
+                    stop_reason=why,
                     prompt_logprobs=request.prompt_logprobs if wants_prompt and finished else None,
                     kv_versions=list(request.kv_history) or None,
+                    sampling_mask=request.output_kept[new],
                     num_cached_tokens=request.num_cached_tokens,
                     num_reprefilled_tokens=request.num_reprefilled_tokens,
                     num_preemptions=request.num_preemptions,
@@ -307,28 +341,27 @@ class EngineCore:
                 case p.Commit(op, policy):
                     self.updates.commit(op, policy)
                 case p.Reply(op, value):
-                    self.reply(op, value)
+                    if (then := self._once_paused.pop(op, None)) is not None:
+                        then()
+                    else:
+                        self.reply(op, value)
                 case p.Fail(op, error):
                     self.updates.finish_refused(op)
                     self.fail(op, error)
-        self._paused_since = (self._paused_since or time.time()) if self.protocol.is_paused else None
+        self.pauses.settle()
+
+    def once_paused(self, op: Any, then: Callable[[], None]) -> None:
+        """The protocol's reply to the pause ``op`` calls ``then``, which answers instead."""
+        self._once_paused[op] = then
 
     def reply(self, op: Any, value: dict[str, Any]) -> None:
-        self._deadlines.pop(op, None)
+        self.pauses.answered(op)
         self.outputs.replies.append(Reply(op, value))
 
     def fail(self, op: Any, error: MidstreamError) -> None:
-        self._deadlines.pop(op, None)
+        self._once_paused.pop(op, None)
+        self.pauses.answered(op, failed=True)
         self.outputs.replies.append(Reply(op, error=error))
-
-    def _pause(
-        self, op: int, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float | None = None
-    ) -> None:
-        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):
-            raise InvalidInput(f"timeout_s must be a number >= 0, got {timeout_s!r}")
-        self.act(self.protocol.pause(op, mode, clear_cache))
-        if timeout_s is not None:
-            self._deadlines[op] = time.monotonic() + timeout_s
 
     def _abort_requests(self, op: int, request_ids: list[str] | None = None) -> None:
         if request_ids is not None and not (
@@ -337,11 +370,17 @@ class EngineCore:
             raise InvalidInput("request_ids must be a list of strings, or null for all")
         self.reply(op, {"status": "aborted", "aborted": self.abort(request_ids)})
 
-    def _reset_prefix_cache(self, op: int) -> None:
-        if not self.scheduler.reset_prefix_cache():
-            held = sum(1 for r in self.scheduler.live.values() if r.block_ids)
-            raise Conflict(f"{held} requests hold KV blocks: pause with clear_cache=True, or abort them, first")
-        self.reply(op, {"success": True})
+    def _load_grammar_tokenizer(self, op: int, text: str) -> None:
+        self.grammars.load_tokenizer(text)
+        self.reply(op, {"loaded": True})
+
+    def _reset_prefix_cache(self, op: int, reset_running_requests: bool = False) -> None:
+        held = sum(1 for r in self.scheduler.live.values() if r.block_ids)
+        if reset_running_requests is True:
+            self.scheduler.drop_kv()  # they are computed again
+        elif not self.scheduler.reset_prefix_cache():
+            raise Conflict(f"{held} requests hold KV blocks: reset_running_requests, pause with clear_cache, or abort")
+        self.reply(op, {"success": True, "reset_requests": held})
 
     # -- what stands -------------------------------------------------------------------------------------------
 
@@ -355,14 +394,17 @@ class EngineCore:
         return {
             "state": self.protocol.phase,
             "mode": self.protocol.mode,
-            "paused_since": self._paused_since,
+            "paused_since": self.pauses.since,
+            "owner": self.pauses.owner,
+            "lease_left_s": self.pauses.lease_left_s,
+            "sleep": self.sleep.state(),
+            "device_idle": not (self.may_step and s.has_unfinished),
             "running": s.num_running,
             "waiting": s.num_waiting,
-            "held": len(s.live) if not self.protocol.may_step else 0,
+            "held": len(s.live) if not self.may_step else 0,
             **self.version(),
-            "update": {"session_id": self.session.session_id, "state": self.session.state.value}
-            if self.session.is_open
-            else None,
+            "update": self.session.progress(time.monotonic()),
+            "exact": self._exact(),
             "fingerprint": self.worker.fingerprint,
             "dtype": self.worker.fingerprint["dtype"],
             "max_model_len": self.worker.max_model_len,
@@ -375,8 +417,17 @@ class EngineCore:
             "num_reprefilled_tokens": s.num_reprefilled_tokens,
         }
 
+    def _exact(self) -> str:
+        """Whether the trainer computes, bit for bit, the log-probabilities that this engine reports."""
+        theirs, ours = self.updates.trainer_fingerprint, self.worker.fingerprint
+        if theirs is None:
+            return "no (trainer numerics unknown)"
+        differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        return f"no (trainer numerics differ in {', '.join(differing)})" if differing else "yes"
+
     def weight_digests(self) -> dict[str, Any]:
         """Digest of every tensor really held (recomputed from the live, packed form), by checkpoint name."""
+        self.sleep.require_weights()
         found = {name: digest(tensor) for name, tensor in self.worker.checkpoint()}
         return {"digests": found, "weights_id": weights_id(found), **self.version()}
 

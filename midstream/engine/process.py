@@ -38,6 +38,7 @@ class Add(msgspec.Struct, tag=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -197,7 +198,13 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
             match message:
                 case Add():
                     try:
-                        core.add(message.request_id, message.prompt_token_ids, message.params, message.cache_salt)
+                        core.add(
+                            message.request_id,
+                            message.prompt_token_ids,
+                            message.params,
+                            message.cache_salt,
+                            message.priority,
+                        )
                     except MidstreamError as error:
                         refused.append((message.request_id, to_wire(error)))
                 case Abort():

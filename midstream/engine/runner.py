@@ -29,10 +29,20 @@ class ModelRunner:
     ) -> None:
         c = model.config
         self.model, self.device, self.block_size = model, device, block_size
-        shape = (c.num_layers, num_blocks, c.num_kv_heads)
-        self.key_cache = torch.empty(*shape, c.head_dim, block_size, dtype=dtype, device=device)
-        self.value_cache = torch.empty(*shape, block_size, c.head_dim, dtype=dtype, device=device)
+        self._dtype, self._shape = dtype, (c.num_layers, num_blocks, c.num_kv_heads)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Memory for every block."""
+        f, size = self.model.config.head_dim, self.block_size
+        self.key_cache = torch.empty(*self._shape, f, size, dtype=self._dtype, device=self.device)
+        self.value_cache = torch.empty(*self._shape, size, f, dtype=self._dtype, device=self.device)
         self._layers = list(zip(self.key_cache.unbind(0), self.value_cache.unbind(0), strict=True))
+
+    def free(self) -> None:
+        """Give the memory back; no step before :meth:`allocate`."""
+        self.key_cache = self.value_cache = torch.empty(0)
+        self._layers = []
 
     @staticmethod
     def block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
@@ -86,6 +96,8 @@ class ModelRunner:
                 [r.params for _, r in drawn],
                 [r.seed for _, r in drawn],
                 [r.start + len(r.token_ids) for _, r in drawn],
+                [r.history for _, r in drawn],
+                [r.allowed for _, r in drawn],
             )
             output.sampled = {r.request_id: token for (_, r), token in zip(drawn, tokens, strict=True)}
         for i, r in enumerate(requests):

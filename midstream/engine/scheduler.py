@@ -1,7 +1,12 @@
 """Which requests take part in a step, and with how many tokens.
 
-Live requests stand in order of arrival: first those that run, then those that wait. Preempting moves the border one
-to the left, admitting moves it to the right, so the oldest request is never overtaken and always runs.
+Requests are served by place: the lower priority number first, among equals the earlier arrival. Those that run stand
+in that order, and so do those that wait. The head of the queue is admitted when there is room; who runs gives way to
+somebody more urgent only where that one runs too and its KV needs the blocks, and then the last in order gives way.
+So the first of those that run always runs and comes to its end. Where all priorities are equal that is the oldest:
+running followed by waiting is the order of arrival, preempting moves the border one to the left, admitting to the
+right, and nobody is overtaken. With unequal ones a steady stream of urgent requests keeps the others waiting: that
+is what they ask for.
 
     waiting  ──admit──▶  running  ──update──▶  finished
         ◀────preempt────
@@ -18,6 +23,7 @@ The scheduler knows nothing of pauses or updates: it is asked for a step, or it 
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -56,12 +62,13 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.version = version
         self.live: dict[str, Request] = {}
-        """Every request that has not ended, in order of arrival: ``running`` followed by ``waiting``."""
+        """Every request that has not ended, in order of arrival."""
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._siblings: dict[str, list[Request]] = {}
         """The live requests of each parent."""
         self._num_arrived = 0
+        self._is_sorted = True  # ``running`` by place; an admission may end that until the next step
         self.num_sampled_tokens = 0
         self._oldest_has_progressed = True  # a latch, reset by each commit
         self.num_reprefilled_tokens = 0
@@ -90,7 +97,7 @@ class Scheduler:
             request.arrival = self._num_arrived
             self._num_arrived += 1
             self.live[request.request_id] = request
-            self.waiting.append(request)
+            self._wait(request)
         self._siblings[requests[0].parent_id] = list(requests)
 
     def _check_admissible(self, requests: Sequence[Request]) -> None:
@@ -98,9 +105,10 @@ class Scheduler:
             raise InvalidInput("add needs at least one request")
         first = requests[0]
         n, num_prompt, size, blocks = len(requests), first.num_prompt_tokens, self.pool.block_size, self.pool.num_blocks
-        shared = (first.parent_id, first.cache_salt, first.prompt_token_ids)
-        if any((r.parent_id, r.cache_salt, r.prompt_token_ids) != shared for r in requests):
-            raise InvalidInput(f"the samples of request {first.parent_id!r} must have one parent, salt and prompt")
+        shared = (first.parent_id, first.cache_salt, first.priority, first.prompt_token_ids)
+        if any((r.parent_id, r.cache_salt, r.priority, r.prompt_token_ids) != shared for r in requests):
+            name = first.parent_id
+            raise InvalidInput(f"the samples of request {name!r} must have one parent, salt, priority and prompt")
         for name in (first.parent_id, *(request.request_id for request in requests)):
             if name in self.live or name in self._siblings:
                 raise InvalidInput(f"request id {name!r} is in use; wait for its end, or choose another")
@@ -175,6 +183,9 @@ class Scheduler:
 
         The plan shares block tables with the requests: read them, and only until the next call.
         """
+        if not self._is_sorted:  # the last step admitted somebody more urgent than others that run
+            self.running.sort(key=lambda request: request.place)
+            self._is_sorted = True
         plan = SchedulerOutput()
         num_promised = 0  # blocks of samples that wait for their prompt; an admission must leave them alone
         index = 0
@@ -205,8 +216,8 @@ class Scheduler:
         if start < num_prompt - 1 < end and self.kv.is_awaited(request, siblings, self.version.number):
             end = num_prompt - 1  # next step the siblings go on from here too, all at once
 
-        # The latest arrival gives way. It is not in the plan yet, nor is it the source of a copy: both are earlier
-        # than this request.
+        # The last one gives way. It is not in the plan yet, nor is it the source of a copy: both are earlier than
+        # this request.
         while not self.kv.grow(request, end):
             latest = self.running.pop()
             self._preempt(latest)
@@ -226,6 +237,8 @@ class Scheduler:
             sample=end == num_tokens,
             seed=request.seed,
             params=request.params,
+            history=request.token_ids if request.params.repetition_penalty != 1 else None,
+            allowed=request.grammar.allowed if request.grammar is not None else None,
         )
         if request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < num_prompt - 1:
             scheduled.prompt_targets = request.token_ids[start + 1 : min(end + 1, num_prompt)]
@@ -236,7 +249,17 @@ class Scheduler:
         self.kv.drop(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request at its place: mostly one of the two ends."""
+        waiting = self.waiting
+        if not waiting or waiting[-1].place < request.place:
+            waiting.append(request)
+        elif request.place < waiting[0].place:
+            waiting.appendleft(request)
+        else:
+            bisect.insort(waiting, request, key=lambda other: other.place)
 
     def _admit(self, num_promised: int) -> bool:
         """Let the head of the queue run if there is room: one preempted request, or all n samples of a new one."""
@@ -252,6 +275,7 @@ class Scheduler:
         num_new = self.pool.blocks_for(head.num_tokens) - len(reuse.block_ids) + self.pool.count_free(reuse.block_ids)
         if num_new + len(group) - 1 > self.pool.num_free - num_promised:
             return False
+        self._is_sorted = self._is_sorted and (not self.running or self.running[-1].place < head.place)
         for request in group:
             self.waiting.popleft()
             self.running.append(request)
@@ -267,7 +291,7 @@ class Scheduler:
         """
         changed = []
         num_finished = 0
-        oldest = next(iter(self.live.values()), None)
+        first = min(self.running, key=lambda request: request.place, default=None)
         version = self.version
         for scheduled in plan.requests:
             request = self.live.get(scheduled.request_id)
@@ -291,19 +315,32 @@ class Scheduler:
             request.output_logprobs.append((token.raw_logprob, token.processed_logprob))
             request.output_ranks.append(token.rank)
             request.output_top_logprobs.append(token.top)
+            if token.kept is not None:
+                request.output_kept.append(token.kept)
             self.num_sampled_tokens += 1
             changed.append(request)
-            if request is oldest:
+            if request is first:
                 self._oldest_has_progressed = True
-            if token.token_id in request.stop_token_ids:
-                self._finish(request, RequestStatus.FINISHED_STOPPED)
-                num_finished += 1
-            elif request.num_tokens == request.max_total_tokens:
-                self._finish(request, RequestStatus.FINISHED_LENGTH)
+            ending = self._ending(request, token.token_id)
+            if ending is not None:
+                self._finish(request, ending)
                 num_finished += 1
         if num_finished:
             self._forget_finished()
         return changed
+
+    @staticmethod
+    def _ending(request: Request, token_id: int) -> RequestStatus | None:
+        """Whether the token just appended is the last one; the grammar, if any, takes it. Tokens made never change, so
+        neither a pause nor a preemption has to tell the grammar anything."""
+        if token_id in request.stop_token_ids:
+            return RequestStatus.FINISHED_STOPPED
+        if request.grammar is not None:
+            if not request.grammar.advance(token_id):
+                return RequestStatus.FINISHED_ERROR
+            if request.grammar.is_over:
+                return RequestStatus.FINISHED_STOPPED
+        return RequestStatus.FINISHED_LENGTH if request.num_tokens == request.max_total_tokens else None
 
     # ---- the weights change ---------------------------------------------------------------------------------------
 
@@ -339,19 +376,24 @@ class Scheduler:
         return True
 
     def oldest_has_progressed(self) -> bool:
-        """There is no live request, or the then-oldest one has sampled a token since the last commit.
+        """There is no live request, or the then first of those that run has sampled a token since the last commit.
 
-        Whoever commits only when this holds lets the oldest request, and so every request, come to its end.
+        Whoever commits only when this holds lets that request, and so every request, come to its end.
         """
         return self._oldest_has_progressed or not self.live
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` with the reason unless all state agrees. Call between steps, not within one."""
         requests = list(self.live.values())
-        if [*self.running, *self.waiting] != requests or list(self.live) != [r.request_id for r in requests]:
-            raise AssertionError("running followed by waiting is not the list of live requests in order of arrival")
-        if sorted(requests, key=lambda request: request.arrival) != requests:
-            raise AssertionError("live requests are out of order")
+        if sorted([*self.running, *self.waiting], key=lambda request: request.arrival) != requests:
+            raise AssertionError("running and waiting together are not the live requests, in order of arrival")
+        if list(self.live) != [r.request_id for r in requests]:
+            raise AssertionError("the table of live requests has a wrong name")
+        for queue in (self.running if self._is_sorted else [], self.waiting):
+            if sorted(queue, key=lambda request: request.place) != list(queue):
+                raise AssertionError("a queue is not in order of place")
+        if len({r.priority for r in requests}) < 2 and [*self.running, *self.waiting] != requests:
+            raise AssertionError("of equal priorities, a later arrival runs before an earlier one")
         if any(request.status is not RequestStatus.RUNNING for request in self.running):
             raise AssertionError("a request that does not run is among the running ones")
         if len(self.running) > self.max_num_seqs:

@@ -3,18 +3,21 @@
     start ─▶ session OPEN     update ─▶ job: receive, check, hash, stage ─▶ record     finish ─▶ (all chunks recorded)
     verify ─▶ job: settle and pack ─▶ session PREPARED ─▶ protocol decides when ─▶ commit: two references change
 
-Whatever fails on the way drops the staging and leaves the live weights alone.
+Whatever fails on the way drops the staging and leaves the live weights alone. An update without a start opens a
+session, is its only chunk, and finishes it: one call, one answer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from midstream.engine.worker import Done
-from midstream.errors import InvalidInput, MidstreamError, UpdateConflict
+from midstream.errors import Conflict, InvalidInput, MidstreamError, UpdateConflict
 from midstream.types import KV_POLICIES, KVPolicy, WeightVersion
+from midstream.weights.base import WeightTransferEngine
 from midstream.weights.manifest import weights_id
 from midstream.weights.session import SessionState, UpdateSession
 
@@ -29,6 +32,7 @@ class _Finishing:
     op: int
     label: str | None
     kv_policy: KVPolicy | None
+    only_paused: bool = False
     is_preparing: bool = False
     prepared_at: float = 0.0
 
@@ -39,21 +43,30 @@ class WeightUpdates:
     def __init__(self, core: EngineCore, session: UpdateSession) -> None:
         self._core = core
         self.session = session
-        self._num_chunks = 0
-        """Chunks handed to the staging thread whose result has not come back."""
+        self._in_flight: list[WeightTransferEngine] = []
+        """Of each chunk handed to the staging thread whose result has not come back: what reads it."""
         self._finishing: _Finishing | None = None
+        self._is_broken_off = False
+        """An update ended while nobody waited for its finish: its trainer may still send chunks of it."""
+        self.trainer_fingerprint: dict[str, Any] | None = None
+        """Numerics of the trainer that opened the channel, if it said."""
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
     def init_transfer(self, op: int, request: dict[str, Any] | None = None) -> None:
         """Open the channel; an update that is open over the old one is dropped."""
-        init_info = _field("init_weight_transfer_engine", request or {"init_info": {}}, "init_info")
+        request = request or {"init_info": {}}
+        init_info = _field("init_weight_transfer_engine", request, "init_info")
+        numerics = None if request.get("fingerprint") is None else _field("init", request, "fingerprint")
         if self.session.is_open:
             self._drop("the channel was initialised again")
+        self._is_broken_off = False
+        self._core.worker.transfer.interrupt()  # who waits on the old channel waits no longer
 
         def done(result: Done) -> None:
             if result.error:
                 return self._core.fail(op, _as_midstream(result.error))
+            self.trainer_fingerprint = numerics
             self._core.reply(op, {**result.value, "fingerprint": self._core.worker.fingerprint})
 
         self._core.run_job(self._core.worker.init_transfer(init_info), done)
@@ -69,58 +82,144 @@ class WeightUpdates:
 
         self._core.run_job(self._core.worker.shutdown_transfer(), done)
 
-    def start(self, op: int, manifest: dict[str, Any] | None = None, mode: str = "full", cast: str = "deny") -> None:
-        now = time.monotonic()
-        self._keep_lease(now)
-        reply = self.session.start(now, mode, cast, manifest)  # type: ignore[arg-type]
-        self._core.worker.discard()  # what an expired lease left
+    def start(
+        self, op: int, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
+    ) -> None:
+        reply = self._start(mode, cast, manifest)
         self._core.reply(op, {**reply, **self._core.version()})
 
+    def _start(self, mode: str | None, cast: str | None, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
+        self._core.sleep.require_awake("weights")
+        now = time.monotonic()
+        self._keep_lease(now)
+        config = self._core.config
+        mode = config.default_update_mode if mode is None else mode
+        cast = config.default_cast if cast is None else cast
+        reply = self.session.start(now, mode, cast, manifest)  # type: ignore[arg-type]
+        self._core.worker.discard()  # what an expired lease left
+        self._is_broken_off = False
+        return reply
+
     def update(self, op: int, request: dict[str, Any] | None = None) -> None:
-        """Stage one chunk beside the steps; answered when it is staged."""
-        update_info = _field("update_weights", request, "update_info")
-        self.session.require_open(update_info.get("update"))
-        if self._finishing:
-            raise UpdateConflict(f"weight update {self.session.session_id} is finishing: it takes no more chunks")
+        """Stage one chunk beside the steps; answered when it is staged. Without a start: answered when it serves.
+
+        ``{"update_info": {…}}`` through the configured backend, or ``{"weight_dir": path}`` from disk. The latter, on
+        its own, is cast like a checkpoint at start-up; ``weight_version`` and ``kv_policy`` as for finish.
+        """
+        worker = self._core.worker
+        if isinstance(request, dict) and "weight_dir" in request:
+            transfer: WeightTransferEngine = worker.disk
+            info = {"weight_dir": request["weight_dir"]}
+        else:
+            transfer, info = worker.transfer, _field("update_weights", request, "update_info")
+        assert request is not None
+        try:
+            own = not self.session.is_open and not self._is_broken_off and info.get("update") is None
+            if own:
+                finishing = self._finishing_of(op, request.get("weight_version"), request.get("kv_policy"))
+                self._start(None, "allow" if transfer is worker.disk else None)
+                self._finishing = finishing
+            else:
+                self.session.require_open(info.get("update"))
+                if self._finishing:
+                    raise UpdateConflict(f"weight update {self.session.session_id} is finishing: no more chunks")
+        except MidstreamError:
+            transfer.interrupt()
+            raise
+        self._stage(op, worker.receive(transfer, info, self.session.check), transfer, own)
+
+    def reset(self, op: int) -> None:
+        """All weights to zero, as a commit of its own; only while a pause holds."""
+        if self._core.protocol.phase != "paused":
+            raise Conflict("weight_checker reset needs a completed pause: call pause_generation first")
+        finishing = _Finishing(op, "reset", None, only_paused=True)
+        self._start("full", None)
+        self._finishing = finishing
+        worker = self._core.worker
+        self._stage(op, worker.receive_zeros(self.session.check), worker.disk, own=True)
+
+    def _stage(self, op: int, job: int, transfer: WeightTransferEngine, own: bool) -> None:
+        """A chunk's job was submitted. ``own``: its session has no other, and its finish answers ``op``."""
         session_id = self.session.session_id
-        self._num_chunks += 1
+        self._in_flight.append(transfer)
 
         def done(result: Done) -> None:
-            self._num_chunks -= 1
+            self._in_flight.remove(transfer)
+            is_current = self._is_current(session_id)
             try:
-                if not self._is_current(session_id):
+                if not is_current:
                     raise UpdateConflict(f"weight update {session_id} was aborted while this chunk was received")
                 if result.error:
                     raise _as_midstream(result.error)
                 self.session.record(result.value)
-                self._core.reply(op, {"received": len(result.value), "bytes": sum(r.nbytes for r in result.value)})
+                if not own:
+                    received = {"received": len(result.value), "bytes": sum(r.nbytes for r in result.value)}
+                    self._core.reply(op, received)
             except MidstreamError as error:
-                if self.session.session_id == session_id:
-                    self._drop(error.message)
-                self._core.fail(op, error)
+                if is_current:
+                    self._drop(error.message, answer=error if own else None)
+                if not own:
+                    self._core.fail(op, error)
             self._continue()
 
-        self._core.run_job(self._core.worker.receive(update_info, self.session.check), done)
+        self._core.run_job(job, done)
         self.session.touch(time.monotonic())
 
     def finish(self, op: int, weight_version: str | None = None, kv_policy: KVPolicy | None = None) -> None:
         """Verify, settle, commit; answered when the engine serves the new version."""
+        finishing = self._finishing_of(op, weight_version, kv_policy)
+        self._is_broken_off = False
+        if not self.session.is_open:
+            self.session.require_open()
+        self._finishing = finishing
+        if self.session.state is SessionState.PREPARED:  # an earlier finish was refused by a pause
+            return self._hand_over()
+        self._continue()
+
+    def _finishing_of(self, op: int, weight_version: Any, kv_policy: Any) -> _Finishing:
         if weight_version is not None and not isinstance(weight_version, str):
             raise InvalidInput(f"weight_version must be a string, got {weight_version!r}")
         if kv_policy is not None and kv_policy not in KV_POLICIES:
             raise InvalidInput(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy!r}")
         if self._finishing:
             raise UpdateConflict("a finish of this update is in progress already: wait for its answer")
-        if not self.session.is_open:
-            self.session.require_open()
-        self._finishing = _Finishing(op, weight_version, kv_policy)
-        if self.session.state is SessionState.PREPARED:  # an earlier finish was refused by a pause
-            return self._hand_over()
-        self._continue()
+        return _Finishing(op, weight_version, kv_policy)
+
+    def relabel(self, op: int, new_version: str) -> None:
+        """The version's label alone: its number, weights and id stay."""
+        if not isinstance(new_version, str) or not new_version:
+            raise InvalidInput(f"new_version must be a string that is not empty, got {new_version!r}")
+        scheduler = self._core.scheduler
+        scheduler.version = dataclasses.replace(scheduler.version, label=new_version)
+        self._core.reply(op, {"success": True, "new_version": new_version, **self._core.version()})
+
+    def check(self, op: int, action: str, baseline: dict[str, str] | None = None) -> None:
+        """``weight_checker``: hash what is really held (beside the steps), compare it, or zero it."""
+        if action == "reset":
+            return self.reset(op)
+        if action not in ("checksum", "compare"):
+            raise InvalidInput(f"action must be checksum, compare or reset, got {action!r}")
+        if action == "compare" and not (isinstance(baseline, dict) and baseline):
+            raise InvalidInput("compare needs a baseline: an object of tensor name to digest, as checksum gives it")
+        self._core.sleep.require_awake("weights")
+        version = self._core.version()
+
+        def done(result: Done) -> None:
+            if result.error:
+                return self._core.fail(op, _as_midstream(result.error))
+            held: dict[str, str] = result.value
+            if action == "checksum":
+                return self._core.reply(op, {"checksums": held, **version})
+            given = {self.session.owner(name): digest for name, digest in (baseline or {}).items()}
+            wrong = sorted(name for name in held.keys() | given.keys() if held.get(name) != given.get(name))
+            self._core.reply(op, {"match": not wrong, "mismatches": wrong, **version})
+
+        self._core.run_job(self._core.worker.hash_weights(), done)
 
     def abort(self, op: int) -> None:
         aborted = self.session.session_id if self.session.is_open else None
         self._drop("abort_weight_update was called")
+        self._is_broken_off = False
         self._core.reply(op, {"aborted": aborted, **self._core.version()})
 
     # -- on the way --------------------------------------------------------------------------------------------
@@ -128,7 +227,7 @@ class WeightUpdates:
     def _continue(self) -> None:
         """Once all chunks are recorded: verify the whole, and let the staging thread settle it."""
         finishing = self._finishing
-        if finishing is None or finishing.is_preparing or self._num_chunks:
+        if finishing is None or finishing.is_preparing or self._in_flight:
             return
         try:
             self.session.verify()
@@ -154,6 +253,9 @@ class WeightUpdates:
         finishing = self._finishing
         assert finishing is not None
         finishing.prepared_at = time.monotonic()
+        if finishing.only_paused and not self._core.protocol.is_paused:
+            why = "the pause was undone before the weights were reset"
+            return self._drop(why, answer=Conflict(f"{why}: nothing was changed"))
         try:
             self._core.act(self._core.protocol.finish_update(finishing.op, finishing.kv_policy))
         except MidstreamError as error:
@@ -171,6 +273,7 @@ class WeightUpdates:
         summary = self.session.summary()
         running = core.scheduler.num_running
         core.worker.commit()
+        core.sleep.weights_lost = False
         core.scheduler.commit(version, policy)
         self.session.committed()
         self._finishing = None
@@ -198,6 +301,9 @@ class WeightUpdates:
     def _drop(self, reason: str, answer: MidstreamError | None = None) -> None:
         """End the open update, answer whoever waits for its finish, keep serving what is served."""
         self.session.abort(reason)
+        self._is_broken_off = self._finishing is None
+        for transfer in set(self._in_flight):
+            transfer.interrupt()
         self._core.worker.discard()
         finishing, self._finishing = self._finishing, None
         held = self._core.protocol.cancel_update(reason=reason)

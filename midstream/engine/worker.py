@@ -21,10 +21,10 @@ from midstream.engine.runner import ModelRunner
 from midstream.errors import InvalidInput, WeightUpdateError
 from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
-from midstream.models.weights import EMBEDDING, HEAD, ModelWeights, Staging, parameter_shapes
+from midstream.models.weights import EMBEDDING, HEAD, ModelWeights, Staging, parameter_shapes, stage_all
 from midstream.ops.numerics import fingerprint
 from midstream.types import ModelRunnerOutput, ParamMeta, SchedulerOutput
-from midstream.weights.base import worker_engines
+from midstream.weights.base import WeightTransferEngine, worker_engines
 from midstream.weights.manifest import digest
 from midstream.weights.packing import dtype_name
 from midstream.weights.session import TensorRecord
@@ -68,15 +68,18 @@ class Worker:
         for name, tensor in load_weights(checkpoint, self.dtype):
             self.digests[name] = digest(tensor)
             staging.put(name, tensor)
-        self.weights = staging.finalize(None)
+        self.weights: ModelWeights | None = staging.finalize(None)
+        """None between a sleep that dropped them and the update that brings them back."""
         size = config.block_size
         self.num_blocks = config.num_blocks or max(
             config.kv_cache_bytes // ModelRunner.block_bytes(checkpoint.config, self.dtype, size), 1
         )
         self.runner = ModelRunner(model, self.dtype, self.device, self.num_blocks, size)
         self.transfer = worker_engines.lookup(config.weight_transfer_backend)(self.params, config.extra)
+        self.disk = worker_engines.lookup("disk")(self.params, {})
         self.fingerprint = fingerprint(self.dtype, size)
         self.completed: collections.deque[Done] = collections.deque()
+        self._offloaded: dict[str, torch.Tensor] = {}
         self._staging: Staging | None = None
         self._next: ModelWeights | None = None
         self._wake = wake
@@ -90,6 +93,7 @@ class Worker:
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step under the live weights."""
+        assert self.weights is not None
         return self.runner.execute(plan, self.weights)
 
     # -- jobs for the staging thread; each returns its number, its Done comes through ``completed`` --------------
@@ -97,24 +101,48 @@ class Worker:
     def init_transfer(self, init_info: dict[str, Any]) -> int:
         return self._submit(lambda: self.transfer.init_transfer_engine(self.transfer.parse_init_info(init_info)))
 
-    def receive(self, update_info: dict[str, Any], check: Check) -> int:
-        """Stage one chunk. Its value: the list of TensorRecord."""
+    def receive(self, transfer: WeightTransferEngine, update_info: dict[str, Any], check: Check) -> int:
+        """Stage one chunk, as ``transfer`` reads it. Its value: the list of TensorRecord."""
+
+        def read() -> Iterable[tuple[str, torch.Tensor]]:
+            try:
+                return transfer.receive_weights(transfer.parse_update_info(update_info))
+            except Exception:
+                transfer.interrupt()  # the bytes this could not describe are nobody else's
+                raise
+
+        return self._submit_stage(read, check)
+
+    def receive_zeros(self, check: Check) -> int:
+        """Stage a model of zeros. Its value: the list of TensorRecord."""
+        metas = self.params.values()
+        return self._submit_stage(lambda: ((m.name, torch.zeros(m.shape, dtype=self.dtype)) for m in metas), check)
+
+    def _submit_stage(self, read: Callable[[], Iterable[tuple[str, torch.Tensor]]], check: Check) -> int:
         if self._staging is None:
             self._staging = self._new_staging()
         staging = self._staging
-        return self._submit(lambda: self._stage(staging, update_info, check))
+        return self._submit(lambda: self._stage(staging, read(), check))
 
     def prepare(self) -> int:
-        """Settle fused, tied and packed forms of everything staged. Its value: None; then :meth:`commit` may follow."""
+        """Settle fused, tied and packed forms of everything staged. Its value is what :meth:`prepared` takes."""
         staging, live = self._staging, self.weights
         assert staging is not None
         return self._submit(lambda: staging.finalize(live))
 
-    def _stage(self, staging: Staging, update_info: dict[str, Any], check: Check) -> list[TensorRecord]:
-        info = self.transfer.parse_update_info(update_info)
+    def hash_weights(self) -> int:
+        """Its value: the digest of every tensor really held, by checkpoint name."""
+        weights = self.weights
+        assert weights is not None
+        held = weights.checkpoint
+        return self._submit(lambda: {name: digest(tensor) for name, tensor in held(self.model_config).items()})
+
+    def _stage(
+        self, staging: Staging, tensors: Iterable[tuple[str, torch.Tensor]], check: Check
+    ) -> list[TensorRecord]:
         problems: list[WeightUpdateError] = []
         records: list[TensorRecord] = []
-        for name, tensor in self.transfer.receive_weights(info):
+        for name, tensor in tensors:
             try:
                 check(name, dtype_name(tensor.dtype), tuple(tensor.shape))
             except WeightUpdateError as error:
@@ -143,17 +171,40 @@ class Worker:
         """Drop whatever is staged. A job still running writes into memory that nobody will read."""
         self._staging, self._next = None, None
 
+    # -- sleep ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_lost_weights(self) -> bool:
+        return self.weights is None and not self._offloaded
+
+    def drop_weights(self) -> None:
+        self.weights, self._offloaded = None, {}
+
+    def offload_weights(self) -> None:
+        """Weights on a device go to host memory; those of a CPU stay."""
+        if self.weights is not None and self.device.type != "cpu":
+            self._offloaded = {name: tensor.cpu() for name, tensor in self.checkpoint()}
+            self.weights = None
+
+    def restore_weights(self) -> None:
+        """Undo :meth:`offload_weights`."""
+        if self._offloaded:
+            self.weights = stage_all(self.model_config, self._offloaded.items(), self.dtype, self.device)
+            self._offloaded = {}
+
     def shutdown_transfer(self) -> int:
         return self._submit(self.transfer.shutdown)
 
     def close(self) -> None:
         """End the staging thread and the channel; bounded."""
         self._jobs.put(None)
+        self.transfer.interrupt()
         self._thread.join(_JOIN_S)
         self.transfer.shutdown()
 
     def checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The live weights under checkpoint names, as really held (copies)."""
+        assert self.weights is not None
         return self.weights.checkpoint(self.model_config).items()
 
     def _submit(self, job: Callable[[], Any]) -> int:

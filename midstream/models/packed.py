@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from midstream.errors import InvalidInput
 from midstream.models.llama import Llama
 from midstream.models.weights import ModelWeights
 from midstream.ops.attention import AttentionMetadata, PagedAttention
-from midstream.ops.sampling import processed_logprobs, token_logprobs
+from midstream.ops.sampling import is_plain, processed_logprobs, token_logprobs
 from midstream.types import SamplingParams
 
 Sequences = Sequence[tuple[list[int], list[list[int]]]]
@@ -104,8 +105,10 @@ def sequence_logprobs(
     """Log-probability [N] (fp32) of every completion token under the distribution ``params`` samples from.
 
     Differentiable where the weights are. Bit for bit what the engine reports as processed logprobs; with default
-    params, the raw ones.
+    params, the raw ones. Raises ``InvalidInput`` for a repetition penalty or a grammar: they need more than logits.
     """
+    if params.repetition_penalty != 1 or params.structured_outputs is not None:
+        raise InvalidInput("logprobs of whole sequences: repetition_penalty must be 1 and structured_outputs None")
     size = block_size
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -119,7 +122,7 @@ def sequence_logprobs(
 
     hidden = model.forward(weights, batch.input_ids, batch.positions, attend)
     step = max(_LOGIT_BYTES // (4 * model.config.vocab_size), 1)
-    plain = params.temperature == 1 and params.top_k <= 0 and params.top_p >= 1
+    plain = is_plain(params)
     out = []
     for rows, ids in zip(batch.rows.split(step), batch.targets.split(step), strict=True):
         logits = model.logits(weights, hidden.index_select(0, rows))

@@ -6,6 +6,7 @@ ids. Nothing else (neighbours, time, preemption, pause) can change what is drawn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,19 +46,51 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
     return torch.full_like(logits, -torch.inf).scatter(-1, order, ranked)
 
 
-def processed_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Logits [R, V] of the distribution really sampled from: temperature, then top-k, then top-p. T = 0 rows: as is."""
+def processed_logits(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    history: Sequence[Sequence[int] | None] | None = None,
+    allowed: Sequence[bytes | None] | None = None,
+) -> torch.Tensor:
+    """Logits [R, V] of the distribution really sampled from: what the grammar allows, repetition penalty, temperature,
+    min-p, top-k, then top-p. T = 0 rows: only the first two.
+
+    ``history``: each row's token ids so far, prompt included; needed for rows with a repetition penalty. ``allowed``:
+    a bit for each token id, the least significant first.
+    """
+    vocab = logits.shape[-1]
+    masks = list(allowed) if allowed is not None else [None] * len(params)
+    if any(masks) or any(p.repetition_penalty != 1 for p in params):
+        logits = logits.clone()
+        for row, p, bits, ids in zip(logits, params, masks, history or masks, strict=True):
+            if bits is not None:
+                flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab, bitorder="little")
+                row[torch.from_numpy(flags == 0).to(row.device)] = -torch.inf
+            if p.repetition_penalty != 1:
+                assert history is not None and ids is not None, "a repetition penalty needs the tokens so far"
+                index = torch.tensor(ids, device=row.device).unique()
+                values = row[index]
+                row[index] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     if any(p.temperature not in (0, 1) for p in params):
         divisors = [max(p.temperature, _COLDEST) if p.temperature else 1.0 for p in params]
         temperature = torch.tensor(divisors, dtype=logits.dtype, device=logits.device)
         logits = logits / temperature[:, None]
+    if any(p.min_p and p.temperature for p in params):
+        floors = [math.log(p.min_p) if p.min_p and p.temperature else -math.inf for p in params]
+        floor = torch.tensor(floors, dtype=logits.dtype, device=logits.device)[:, None]
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor, -torch.inf)
     rows = [i for i, p in enumerate(params) if p.temperature and (p.top_k > 0 or p.top_p < 1)]
     if rows:
         index = torch.tensor(rows, device=logits.device)
-        top_k = torch.tensor([min(params[i].top_k, logits.shape[-1]) for i in rows], device=logits.device)
+        top_k = torch.tensor([min(params[i].top_k, vocab) for i in rows], device=logits.device)
         top_p = torch.tensor([params[i].top_p for i in rows], dtype=logits.dtype, device=logits.device)
         logits = logits.index_copy(0, index, truncate(logits[index], top_k, top_p))
     return logits
+
+
+def is_plain(p: SamplingParams) -> bool:
+    """The distribution sampled from is the model's own: raw and processed logprobs are the same."""
+    return p.temperature == 1 and p.top_k <= 0 and p.top_p >= 1 and not p.min_p and p.repetition_penalty == 1
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -89,20 +122,26 @@ def _top(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    history: Sequence[Sequence[int] | None] | None = None,
+    allowed: Sequence[bytes | None] | None = None,
 ) -> list[SampledToken]:
     """Draw one token per row of logits [R, V] (fp32).
 
-    ``positions`` are the absolute positions (prompt + output) of the tokens to be drawn. Every result carries the
-    raw and the processed log-probability of that very token.
+    ``positions`` are the absolute positions (prompt + output) of the tokens to be drawn; ``history`` and ``allowed``
+    as in :func:`processed_logits`. Every result carries the raw and the processed log-probability of that very token.
     """
     raw = torch.log_softmax(logits, -1)
-    plain = all(p.temperature == 1 and p.top_k <= 0 and p.top_p >= 1 for p in params)
-    processed = raw if plain else torch.log_softmax(processed_logits(logits, params), -1)
+    plain = all(map(is_plain, params)) and not any(allowed or ())
+    chosen_from = logits if plain else processed_logits(logits, params, history, allowed)
+    processed = raw if plain else torch.log_softmax(chosen_from, -1)
     ids = draw(processed, uniforms(seeds, positions).to(logits.device))
     if not plain:
         greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
-        ids = torch.where(greedy, logits.argmax(-1), ids)
+        ids = torch.where(greedy, chosen_from.argmax(-1), ids)
     column = ids[:, None]
     raw_values = raw.gather(-1, column).squeeze(-1).tolist()
     values = raw_values
@@ -122,6 +161,10 @@ def sample(
                 drawn[i].top = [(drawn[i].token_id, 0.0)]  # a greedy distribution has one token
             elif count:
                 drawn[i].top = _top(processed[i], count)
+    for i, p in enumerate(params):
+        if p.return_sampling_mask:
+            kept = chosen_from[i].isfinite().nonzero().flatten().tolist()
+            drawn[i].kept = kept if p.temperature else [drawn[i].token_id]
     return drawn
 
 

@@ -29,12 +29,14 @@ from midstream.engine.process import (
     from_core_decoder,
 )
 from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire
-from midstream.serving.outputs import OutputBuilder, Prompt, prompt_ids
+from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
 
 _START_TIMEOUT_S = 600.0
 _VERB_TIMEOUT_S = 120.0
+_TRANSFER_TIMEOUT_S = 1800.0
+"""For bytes on their way; the engine itself gives up much earlier on a trainer that has gone silent."""
 _PAUSE_TIMEOUT_S = 15.0
 """For calls that end within 5 s plus the step in flight."""
 
@@ -66,7 +68,10 @@ class AsyncLLM:
         """Streams whose reader has left, until the core has said the last word on them."""
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ops = itertools.count(1)
+        self._core_has_tokenizer = False
         self._dead: MidstreamError | None = None
+        self.ended = asyncio.Event()
+        """Set once the engine is gone, closed or dead."""
         self._started: asyncio.Future[dict[str, Any]] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -133,17 +138,23 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the cumulative output after each step that changed it; the last one has ``finished``.
 
         The object is the same one each time and goes on growing: copy what must not change. Leaving the loop early
-        aborts the request. Raises EnginePaused (retry later), InvalidInput or EngineDead.
+        aborts the request. ``priority``: a lower number is more urgent. Raises EnginePaused (retry later),
+        InvalidInput or EngineDead.
         """
         params = sampling_params or SamplingParams()
         await self.start()
         self._check_alive()
-        if (params.detokenize or isinstance(prompt, (str, dict))) and self.text.exists and not self.text.is_loaded:
+        needs_text = params.detokenize or params.structured_outputs is not None or isinstance(prompt, (str, dict))
+        if needs_text and self.text.exists and not self.text.is_loaded:
             await asyncio.to_thread(self.text.load)  # seconds where it imports transformers: not on this loop
+        if params.structured_outputs is not None and not self._core_has_tokenizer:
+            await self._call("load_grammar_tokenizer", text=await asyncio.to_thread(self.text.to_json))
+            self._core_has_tokenizer = True
         text, ids = prompt_ids(prompt, self.text)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         while (left := self._leaving.get(request_id)) is not None:
@@ -152,7 +163,7 @@ class AsyncLLM:
         if request_id in self._streams:
             raise InvalidInput(f"request id {request_id!r} is in use; choose another")
         stream = _Stream(OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None))
-        self._send(Add(request_id, ids, params, cache_salt))
+        self._send(Add(request_id, ids, core_params(params), cache_salt, priority))
         self._streams[request_id] = stream
         try:
             while not stream.builder.output.finished:
@@ -160,19 +171,21 @@ class AsyncLLM:
                 stream.news.clear()
                 if stream.error is not None:
                     raise stream.error
-                yield stream.builder.output
+                if stream.builder.output.finished or not params.final_only:
+                    yield stream.builder.output
         finally:
             self._streams.pop(request_id, None)
-            if not stream.builder.output.finished and stream.error is None and self._dead is None:
+            if not stream.builder.is_over and stream.error is None and self._dead is None:
                 stream.news.clear()
                 self._leaving[request_id] = stream
-                self._post(encode(Abort([request_id])))
+                if not stream.builder.output.finished:  # else a stop text ended it, and it is aborted already
+                    self._post(encode(Abort([request_id])))
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
     ) -> RequestOutput:
         """The finished output alone: one message from the core per sample."""
-        params = dataclasses.replace(params, final_only=True, detokenize=False)
+        params = dataclasses.replace(params, final_only=True, detokenize=bool(params.stop))
         output: RequestOutput | None = None
         async with contextlib.aclosing(self.generate(prompt_token_ids, params, request_id)) as stream:
             async for latest in stream:
@@ -180,21 +193,31 @@ class AsyncLLM:
         assert output is not None
         return output
 
+    def check_alive(self) -> None:
+        """Raises EngineDead, or what else ended the engine, if it is gone."""
+        self._check_alive()
+
     async def abort(self, request_id: str) -> None:
         self._send(Abort([request_id]))
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
     async def pause_generation(
-        self, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float | None = None
+        self,
+        mode: PauseMode = "abort",
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+        owner: str | None = None,
+        lease_s: float | None = None,
     ) -> dict[str, Any]:
+        """See EngineClient. ``owner``: only it, or force, changes or undoes this pause. ``lease_s``: resumes by
+        itself after so long, unless it is taken again."""
         limit = _PAUSE_TIMEOUT_S if mode != "wait" else None if timeout_s is None else timeout_s + _PAUSE_TIMEOUT_S
-        return await self._call(
-            "pause_generation", limit, mode=mode, clear_cache=clear_cache, timeout_s=timeout_s
-        )
+        options = {"mode": mode, "clear_cache": clear_cache, "timeout_s": timeout_s}
+        return await self._call("pause_generation", limit, **options, owner=owner, lease_s=lease_s)
 
-    async def resume_generation(self) -> dict[str, Any]:
-        return await self._call("resume_generation", _PAUSE_TIMEOUT_S)
+    async def resume_generation(self, owner: str | None = None, force: bool = False) -> dict[str, Any]:
+        return await self._call("resume_generation", _PAUSE_TIMEOUT_S, owner=owner, force=force)
 
     async def is_paused(self) -> bool:
         return bool((await self._call("is_paused", _PAUSE_TIMEOUT_S))["is_paused"])
@@ -203,17 +226,20 @@ class AsyncLLM:
         return await self._call("init_weight_transfer_engine", request=request)
 
     async def start_weight_update(
-        self, manifest: dict[str, Any] | None = None, mode: str = "full", cast: str = "deny"
+        self, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
     ) -> dict[str, Any]:
+        """``mode`` and ``cast`` are by default the engine's ``default_update_mode`` and ``default_cast``."""
         return await self._call("start_weight_update", manifest=manifest, mode=mode, cast=cast)
 
     async def update_weights(self, request: dict[str, Any]) -> dict[str, Any]:
-        return await self._call("update_weights", request=request)
+        """One chunk: ``{"update_info": {…}}``, or ``{"weight_dir": path}``. Without a start it is a whole update."""
+        return await self._call("update_weights", _TRANSFER_TIMEOUT_S, request=request)
 
     async def finish_weight_update(
         self, weight_version: str | None = None, kv_policy: KVPolicy | None = None
     ) -> dict[str, Any]:
-        return await self._call("finish_weight_update", weight_version=weight_version, kv_policy=kv_policy)
+        options = {"weight_version": weight_version, "kv_policy": kv_policy}
+        return await self._call("finish_weight_update", _TRANSFER_TIMEOUT_S, **options)
 
     async def abort_weight_update(self) -> dict[str, Any]:
         return await self._call("abort_weight_update")
@@ -221,8 +247,26 @@ class AsyncLLM:
     async def shutdown_weight_transfer_engine(self) -> dict[str, Any]:
         return await self._call("shutdown_weight_transfer_engine")
 
-    async def reset_prefix_cache(self) -> dict[str, Any]:
-        return await self._call("reset_prefix_cache")
+    async def update_weight_version(self, new_version: str) -> dict[str, Any]:
+        """The label alone; number and weights stay."""
+        return await self._call("update_weight_version", new_version=new_version)
+
+    async def weight_checker(self, action: str, baseline: dict[str, str] | None = None) -> dict[str, Any]:
+        """checksum: digests of what is held. compare: against ``baseline``. reset: zeros, as a commit, while paused."""
+        return await self._call("weight_checker", action=action, baseline=baseline)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> dict[str, Any]:
+        return await self._call("sleep", None if mode == "wait" else _VERB_TIMEOUT_S, level=level, mode=mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
+        return await self._call("wake_up", tags=tags)
+
+    async def is_sleeping(self) -> bool:
+        return bool((await self._call("is_sleeping", _PAUSE_TIMEOUT_S))["is_sleeping"])
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> dict[str, Any]:
+        """``reset_running_requests``: also the KV of live requests, which they compute again."""
+        return await self._call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
     async def abort_requests(self, request_ids: list[str] | None = None) -> dict[str, Any]:
         return await self._call("abort_requests", request_ids=request_ids)
@@ -288,14 +332,15 @@ class AsyncLLM:
                     stream = self._streams.get(increment.parent_id)
                     if stream is not None:
                         try:
-                            stream.builder.add(increment)
+                            if (stopped := stream.builder.add(increment)) is not None:
+                                self._post(encode(Abort([stopped])))
                         except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
                             stream.error = MidstreamError(f"the output can not be shown: {fault}")
                             self._post(encode(Abort([increment.parent_id])))
                         stream.news.set()
                     elif (left := self._leaving.get(increment.parent_id)) is not None:
                         left.builder.add(increment)
-                        if left.builder.output.finished:
+                        if left.builder.is_over:
                             self._leaving.pop(increment.parent_id).news.set()
                 for request_id, error in message.refused:
                     if request_id in self._streams:
@@ -331,6 +376,7 @@ class AsyncLLM:
 
     def _fail_all(self, error: MidstreamError) -> None:
         self._dead = self._dead or error
+        self.ended.set()
         for stream in [*self._streams.values(), *self._leaving.values()]:
             stream.error = self._dead
             stream.news.set()

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
 from midstream.errors import Conflict, InvalidInput, MidstreamError, TimedOut
-from midstream.serving.outputs import OutputBuilder, Prompt, prompt_ids
+from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
 
@@ -50,13 +50,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_step: Callable[[int], None] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
         ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
         weights midstream. A refused prompt raises before any of the others has run. In an abort or wait pause this
         raises EnginePaused, in a keep pause, or where ``on_step`` leaves the engine paused, Conflict. ``use_tqdm``
-        (vLLM's name): a progress bar where the output is a terminal and there is more than one prompt.
+        (vLLM's name): a progress bar where the output is a terminal and there is more than one prompt. ``priority``:
+        one for each prompt, a lower number is more urgent.
         """
         if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = cast(list[Prompt], [prompts])
@@ -64,19 +66,23 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)  # type: ignore[list-item]
         if len(sampling_params) != len(prompts):
             raise InvalidInput(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; give one for each")
+        priority = [0] * len(prompts) if priority is None else priority
+        if len(priority) != len(prompts):
+            raise InvalidInput(f"{len(prompts)} prompts but {len(priority)} priorities; give one for each")
         self.core.protocol.admit()
         self._check_running()
+        if any(p.structured_outputs is not None for p in sampling_params) and not self.core.grammars.is_loaded:
+            self._call("load_grammar_tokenizer", text=self.text.to_json())
         builders: dict[str, OutputBuilder] = {}
         try:
             with self._lock:
-                for prompt, params in zip(prompts, sampling_params, strict=True):
+                for prompt, params, urgency in zip(prompts, sampling_params, priority, strict=True):
                     text, ids = prompt_ids(prompt, self.text)  # type: ignore[arg-type]
                     request_id = str(next(self._ids))
-                    self.core.add(request_id, ids, params)
                     tokenizer = self.text if self.text.exists else None
-                    self._open[request_id] = builders[request_id] = OutputBuilder(
-                        request_id, text, ids, params, tokenizer
-                    )
+                    builder = OutputBuilder(request_id, text, ids, params, tokenizer)
+                    self.core.add(request_id, ids, core_params(params), priority=urgency)
+                    self._open[request_id] = builders[request_id] = builder
             steps = 0
             with Progress(transient=True, disable=not use_tqdm or len(builders) < 2 or not sys.stderr.isatty()) as bar:
                 task = bar.add_task("generating", total=len(builders))
@@ -98,17 +104,36 @@ class LLM:
                     self._failed.pop(request_id, None)
         return [b.output for b in builders.values()]
 
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template, which gets
+        ``template_kwargs`` (add_generation_prompt, continue_final_message, tools, enable_thinking, …)."""
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts = [self.text.apply_chat_template(c, **template_kwargs) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
     def chat_prompt(self, messages: list[dict[str, str]], **kwargs: Any) -> dict[str, list[int]]:
         """Messages → a prompt for :meth:`generate`, by the model's chat template."""
         return {"prompt_token_ids": self.text.apply_chat_template(messages, **kwargs)}
 
     def pause_generation(
-        self, mode: PauseMode = "abort", clear_cache: bool = True, timeout_s: float | None = None
+        self,
+        mode: PauseMode = "abort",
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+        owner: str | None = None,
+        lease_s: float | None = None,
     ) -> dict[str, Any]:
-        return self._call("pause_generation", mode=mode, clear_cache=clear_cache, timeout_s=timeout_s)
+        options = {"mode": mode, "clear_cache": clear_cache, "timeout_s": timeout_s}
+        return self._call("pause_generation", **options, owner=owner, lease_s=lease_s)
 
-    def resume_generation(self) -> dict[str, Any]:
-        return self._call("resume_generation")
+    def resume_generation(self, owner: str | None = None, force: bool = False) -> dict[str, Any]:
+        return self._call("resume_generation", owner=owner, force=force)
 
     def is_paused(self) -> bool:
         return bool(self._call("is_paused")["is_paused"])
@@ -118,12 +143,12 @@ class LLM:
         return self._call("init_weight_transfer_engine", request=request)
 
     def start_weight_update(
-        self, manifest: dict[str, Any] | None = None, mode: str = "full", cast: str = "deny"
+        self, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
     ) -> dict[str, Any]:
         return self._call("start_weight_update", manifest=manifest, mode=mode, cast=cast)
 
     def update_weights(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{"update_info": {…}}: one chunk."""
+        """{"update_info": {…}} or {"weight_dir": path}: one chunk; without a start, a whole update."""
         return self._call("update_weights", request=request)
 
     def finish_weight_update(
@@ -137,8 +162,23 @@ class LLM:
     def shutdown_weight_transfer_engine(self) -> dict[str, Any]:
         return self._call("shutdown_weight_transfer_engine")
 
-    def reset_prefix_cache(self) -> dict[str, Any]:
-        return self._call("reset_prefix_cache")
+    def update_weight_version(self, new_version: str) -> dict[str, Any]:
+        return self._call("update_weight_version", new_version=new_version)
+
+    def weight_checker(self, action: str, baseline: dict[str, str] | None = None) -> dict[str, Any]:
+        return self._call("weight_checker", action=action, baseline=baseline)
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> dict[str, Any]:
+        return self._call("sleep", level=level, mode=mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
+        return self._call("wake_up", tags=tags)
+
+    def is_sleeping(self) -> bool:
+        return bool(self._call("is_sleeping")["is_sleeping"])
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> dict[str, Any]:
+        return self._call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
     def status(self) -> dict[str, Any]:
         return self._call("status")
@@ -166,9 +206,12 @@ class LLM:
 
     def _take(self) -> None:
         outputs = self.core.take_outputs()
+        stopped = []
         for increment in outputs.increments:
-            if increment.parent_id in self._open:
-                self._open[increment.parent_id].add(increment)
+            if increment.parent_id in self._open and (name := self._open[increment.parent_id].add(increment)):
+                stopped.append(name)
+        if stopped:
+            self.core.abort(stopped)  # their last words come with the next turn's
         for request_id, error in outputs.failed:
             self._failed[request_id] = error
         for reply in outputs.replies:

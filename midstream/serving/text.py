@@ -34,13 +34,19 @@ class Text:
         """Load now what the first use would load."""
         self._backend()
 
-    def encode(self, text: str) -> list[int]:
-        """Text → ids, with the special tokens the tokenizer itself adds."""
-        return list(self._backend().encode(text).ids)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text → ids, with the special tokens the tokenizer itself adds unless they are not wanted."""
+        return list(self._backend().encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, ids: list[int]) -> str:
-        """Ids → text, special tokens left out."""
-        return str(self._backend().decode(ids, skip_special_tokens=True))
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Ids → text, special tokens left out unless they are wanted."""
+        return str(self._backend().decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a ``tokenizer.json``."""
+        if not self.exists:
+            raise InvalidInput(f"no tokenizer at {self._source}: give tokenizer=")
+        return str(self._backend().to_str())
 
     def token(self, token_id: int) -> str:
         """One id as text, special tokens included."""
@@ -49,9 +55,12 @@ class Text:
     def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: Any) -> list[int]:
         """Messages → prompt ids, ready for the assistant's turn."""
         tokenizer = self.tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
+        if not (kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise InvalidInput(f"the tokenizer at {self._source} has no chat template: give prompts, not messages")
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **kwargs})
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **kwargs})
+        except Exception as error:  # the template is a program of the model's authors: it may raise anything
+            raise InvalidInput(f"the chat template can not show these messages: {error}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def tokenizer(self) -> Any:
@@ -87,8 +96,9 @@ class Detokenizer:
     tokenizers whose decoding depends on the neighbour.
     """
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Text, skip_special_tokens: bool = True) -> None:
         self._text = text
+        self._skip = skip_special_tokens
         self._ids: list[int] = []
         self._prefix = 0  # start of the window
         self._read = 0  # ids before this are in ``out`` already
@@ -96,15 +106,18 @@ class Detokenizer:
 
     def add(self, ids: list[int]) -> None:
         self._ids += ids
-        before = self._text.decode(self._ids[self._prefix : self._read])
-        after = self._text.decode(self._ids[self._prefix :])
+        before = self._decode(self._ids[self._prefix : self._read])
+        after = self._decode(self._ids[self._prefix :])
         if len(after) > len(before) and not after.endswith("\ufffd"):
             self.out += after[len(before) :]
             self._prefix, self._read = self._read, len(self._ids)
 
     def finish(self) -> str:
         """The whole text, an unfinished character included."""
-        before = self._text.decode(self._ids[self._prefix : self._read])
-        self.out += self._text.decode(self._ids[self._prefix :])[len(before) :]
+        before = self._decode(self._ids[self._prefix : self._read])
+        self.out += self._decode(self._ids[self._prefix :])[len(before) :]
         self._prefix = self._read = len(self._ids)
         return self.out
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._text.decode(ids, self._skip)

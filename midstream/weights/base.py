@@ -77,10 +77,14 @@ class WeightTransferEngine(ABC):
 
     @abstractmethod
     def receive_weights(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
-        """The chunk's tensors, valid until the iterator is exhausted or dropped: whoever keeps one copies it.
+        """The chunk's tensors, each valid until the next one is asked for: whoever keeps one copies it.
 
         Raises ``InvalidInput`` or ``WeightUpdateError`` for an ``update_info`` that does not describe a chunk.
         """
+
+    def interrupt(self) -> None:
+        """From the core's thread: an ``update_weights`` was refused, or is no longer wanted. A backend whose bytes
+        travel beside the verbs ends what reads them and drops the channel, so that they reach no other update."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -213,9 +217,17 @@ def _path(text: str) -> str:
 # abstract classes as arguments for a type are what a registry is about; mypy allows them to no one
 worker_engines: Registry[WeightTransferEngine] = Registry(
     WeightTransferEngine,  # type: ignore[type-abstract]
-    {"ipc": "midstream.weights.ipc:IPCWeightTransferEngine"},
+    {
+        "disk": "midstream.weights.disk:DiskWeightTransferEngine",
+        "ipc": "midstream.weights.ipc:IPCWeightTransferEngine",
+        "nccl": "midstream.weights.nccl:NCCLWeightTransferEngine",
+    },
 )
 trainer_engines: Registry[TrainerWeightTransferEngine] = Registry(
     TrainerWeightTransferEngine,  # type: ignore[type-abstract]
-    {"ipc": "midstream.weights.ipc:IPCTrainerWeightTransferEngine"},
+    {
+        "disk": "midstream.weights.disk:DiskTrainerWeightTransferEngine",
+        "ipc": "midstream.weights.ipc:IPCTrainerWeightTransferEngine",
+        "nccl": "midstream.weights.nccl:NCCLTrainerWeightTransferEngine",
+    },
 )

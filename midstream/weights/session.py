@@ -15,13 +15,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from midstream.config import CastPolicy as CastPolicy
+from midstream.config import UpdateMode as UpdateMode
 from midstream.errors import InvalidInput, UpdateConflict, WeightUpdateError
 from midstream.types import ParamMeta as ParamMeta
 
-UpdateMode = Literal["full", "partial"]
-CastPolicy = Literal["deny", "allow"]
 # With cast="allow" a tensor may arrive in any of these for any of these. Quantised types mean nothing without scales.
 _CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
 
@@ -166,6 +166,14 @@ class UpdateSession:
             "of": len(self._owners),
             "bytes": sum(record.nbytes for record in self._received.values()),
         }
+
+    def progress(self, now: float) -> dict[str, Any] | None:
+        """What one may want to see of the open update; None if there is none."""
+        if not self.is_open:
+            return None
+        facts = {"session_id": self.session_id, "state": self.state.value, "mode": self.mode, "cast": self.cast}
+        ages = {"age_s": now - self._started_at, "lease_left_s": max(self.lease_s - (now - self._heard_at), 0.0)}
+        return {**facts, **ages, **self.summary()}
 
     def expired(self, now: float) -> bool:
         """The open update has heard nothing for ``lease_s``; the core aborts it. Time is the caller's clock, in s."""

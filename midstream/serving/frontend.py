@@ -1,0 +1,99 @@
+"""What the generation routes share: the model's names, text to ids beside the event loop, and the way to a job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from midstream.errors import InvalidInput, MidstreamError, NotFound
+from midstream.metrics import ServerMetrics
+from midstream.serving.answers import JobResponse, Shape
+from midstream.serving.async_llm import AsyncLLM
+from midstream.serving.bodies import RequestFields
+from midstream.serving.jobs import Jobs, Work
+from midstream.serving.settings import ServerSettings
+from midstream.types import SamplingParams
+
+T = TypeVar("T")
+_MAX_KEY = 512
+
+
+class Frontend:
+    """One server's view of its engine. Belongs to the engine's event loop."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.metrics = ServerMetrics()
+        self.jobs = Jobs(llm, settings, self.metrics)
+        given = llm.config.model
+        self.names = settings.served_model_name or (given,)
+        self._known = {*self.names, given, os.path.abspath(os.path.expanduser(given))}
+        self.started: dict[str, Any] = {}
+        """The engine's first status."""
+        # One thread: the tokenizer loads once, and prompts are encoded in the order of arrival.
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.started["max_model_len"])
+
+    async def start(self) -> None:
+        self.started = await self.llm.start()
+
+    async def close(self) -> None:
+        await self.jobs.close()
+        self._text_thread.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises NotFound for a model that is not here; a missing name is this one."""
+        if name is None:
+            return self.names[0]
+        if name in self._known or os.path.abspath(name) in self._known:
+            return name
+        raise NotFound(f"the model {name!r} is not here: this server has {', '.join(map(repr, self.names))}")
+
+    # -- text --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_text(self) -> bool:
+        return self.llm.text.exists
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """``work`` in the text thread. What a tokenizer or a template raises there is the request's fault."""
+        if not self.has_text:
+            raise InvalidInput(f"there is no tokenizer beside {self.llm.config.model}: speak token ids")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+        except MidstreamError:
+            raise
+        except Exception as error:
+            raise InvalidInput(f"the text can not be made into tokens: {type(error).__name__}: {error}") from error
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return await self.beside(lambda: self.llm.text.encode(text, add_special_tokens))
+
+    async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+        return await self.beside(lambda: self.llm.text.apply_chat_template(messages, **arguments))
+
+    # -- jobs --------------------------------------------------------------------------------------------------
+
+    def answer(self, request: Request, body: RequestFields, work: Work, shape: Shape, prefix: str) -> JobResponse:
+        """Hand ``work`` to the engine, or find it there by its idempotency key, and answer from it."""
+        key = request.headers.get("idempotency-key") or body.request_id
+        if key is not None and len(key) > _MAX_KEY:
+            raise InvalidInput(f"an idempotency key has at most {_MAX_KEY} characters, got {len(key)}")
+        asked = None if key is None else [request.url.path, body.model_dump(mode="json")]
+        job = self.jobs.submit(work, asked, prefix, body.request_id, key)
+        return JobResponse(job, shape, is_stream=bool(body.stream), heartbeat_s=self.settings.heartbeat_s)
+
+    def work(self, prompts: list[list[int]], body: RequestFields, params: SamplingParams) -> Work:
+        """Raises InvalidInput for what needs text where there is no tokenizer."""
+        if params.detokenize and not self.has_text:
+            raise InvalidInput(f"there is no tokenizer beside {self.llm.config.model}: stop texts and text need one")
+        return Work(prompts, params, body.cache_salt or "", body.priority or 0)

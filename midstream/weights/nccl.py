@@ -1,0 +1,388 @@
+"""Weights to engines that share no memory with the trainer, as vLLM's dense broadcast describes them.
+
+Without a GPU the bytes go over TCP: the trainer listens on ``master_address:master_port`` and every worker opens one
+connection to it. Then, per update, the tensors' bytes in the order of ``names``, no header, no padding; so ``packed``
+makes no difference to the wire and is accepted in either place.
+
+    trainer    listen ─▶ accept one connection per worker │ per update: bytes ───────────▶
+    engine     init: connect                              │ update_weights: names, dtypes, shapes, then read as much
+
+Nothing in the stream says where a tensor or an update begins. So a chunk that is not read to its end takes the
+connection with it: both sides then see an error at once, and the next ``init`` opens a fresh one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from midstream.errors import Conflict, InvalidInput, TimedOut, UpdateConflict, WeightUpdateError
+from midstream.types import ParamMeta
+from midstream.weights import packing
+from midstream.weights.base import (
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferClient,
+    WeightTransferEngine,
+    parse_info,
+)
+from midstream.weights.session import is_shape
+from midstream.weights.source import paired
+
+DEFAULT_TIMEOUT_S = 30.0
+_SLOWEST_BYTES_PER_S = 1 << 20
+"""A whole update may take its timeout_s plus its bytes at this rate: a trickle of bytes can not hold it for ever."""
+_RETRY_S = 0.05
+_SEND_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NCCLInitInfo:
+    """What the worker half needs to join: vLLM's names."""
+
+    master_address: str | None = None
+    master_port: int | str | None = None
+    rank_offset: int = 1
+    """Rank of this engine's first worker; the trainer is 0."""
+    world_size: int = 2
+    """The trainer and all workers of all engines."""
+    packed: bool = False
+    packed_buffer_size_bytes: int = 1 << 30
+    packed_num_buffers: int = 2
+    """These three do not change what TCP carries."""
+    nccl_unique_id_b64: str | None = None
+    timeout_s: float | None = None
+    """Longest wait for the trainer to listen, and later for its next byte; by default the engine's setting."""
+
+    def __post_init__(self) -> None:
+        if self.nccl_unique_id_b64 is not None:
+            raise InvalidInput("nccl_unique_id_b64 needs NCCL between GPUs: give master_address and master_port here")
+        if not isinstance(self.master_address, str) or not self.master_address or self.master_port is None:
+            raise InvalidInput(
+                f"master_address and master_port are needed, got {self.master_address!r} and {self.master_port!r}"
+            )
+        _check_port(self.master_port, lowest=1)
+        if not (type(self.world_size) is type(self.rank_offset) is int and 1 <= self.rank_offset < self.world_size):
+            raise InvalidInput(
+                f"rank_offset must be in [1, world_size), got {self.rank_offset!r} of {self.world_size!r}: rank 0 is "
+                "the trainer, so world_size is one more than all workers"
+            )
+        _check_timeout(self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class NCCLUpdateInfo:
+    """What the next bytes are. All three lists empty: what they were in the round before."""
+
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    packed: bool = True
+    packed_buffer_size_bytes: int = 1 << 30
+    packed_num_buffers: int = 2
+    is_checkpoint_format: bool = True
+    update: str | None = None
+    """Session id from the reply of start; the engine refuses a chunk of another update."""
+
+    def __post_init__(self) -> None:
+        columns = {name: getattr(self, name) for name in ("names", "dtype_names", "shapes")}
+        for name, column in columns.items():
+            if not isinstance(column, (list, tuple)):
+                raise InvalidInput(f"{name} must be a list, got {type(column).__name__}")
+        if len({len(column) for column in columns.values()}) != 1:
+            lengths = [len(column) for column in columns.values()]
+            raise InvalidInput(f"names, dtype_names and shapes must be equally long, got {lengths}")
+        if not all(isinstance(text, str) for text in (*self.names, *self.dtype_names)):
+            raise InvalidInput("names and dtype_names must be lists of strings")
+        if not all(map(is_shape, self.shapes)):
+            raise InvalidInput("shapes must be a list of lists of integers >= 0")
+        if self.is_checkpoint_format is not True:
+            raise InvalidInput("is_checkpoint_format must be true: the engine takes weights under checkpoint names")
+
+    @property
+    def metas(self) -> list[ParamMeta]:
+        columns = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in columns]
+
+
+@dataclass(frozen=True, slots=True)
+class NCCLTrainerInitInfo:
+    """What the trainer half needs to open a channel."""
+
+    master_address: str = "127.0.0.1"
+    """Where to listen, and what the engine is told to connect to."""
+    master_port: int = 0
+    """0: a free one."""
+    world_size: int = 2
+    packed: bool = True
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Longest wait for the workers to connect, for the engine to take bytes, and for its answer after the last one."""
+
+    def __post_init__(self) -> None:
+        _check_port(self.master_port, lowest=0)
+        if type(self.world_size) is not int or self.world_size < 2:
+            raise InvalidInput(f"world_size must be at least 2 (the trainer and a worker), got {self.world_size!r}")
+        _check_timeout(self.timeout_s)
+
+
+class NCCLWeightTransferEngine(WeightTransferEngine):
+    """The worker half over TCP. ``extra["timeout_s"]`` is the time limit of a trainer that names none."""
+
+    init_info_cls = NCCLInitInfo
+    update_info_cls = NCCLUpdateInfo
+
+    def __init__(self, params: Mapping[str, ParamMeta], extra: Mapping[str, Any]) -> None:
+        super().__init__(params, extra)
+        timeout_s = extra.get("timeout_s", DEFAULT_TIMEOUT_S)
+        _check_timeout(timeout_s)
+        self._default_timeout_s = self._timeout_s = float(timeout_s)
+        self._rank = 1
+        self._lock = threading.Lock()  # around these two: ``interrupt`` comes from another thread
+        self._socket: socket.socket | None = None
+        self._closed_because = "it was never initialised"
+        self._interrupted = threading.Event()
+        self._last: list[ParamMeta] = []
+
+    def init_transfer_engine(self, init_info: NCCLInitInfo) -> dict[str, Any]:
+        self._close("it is being initialised")
+        self._interrupted.clear()
+        self._timeout_s = init_info.timeout_s or self._default_timeout_s
+        self._rank, self._last = init_info.rank_offset, []
+        address, port = str(init_info.master_address), int(init_info.master_port or 0)
+        connection = self._connect(address, port)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with self._lock:
+            self._socket = connection
+        return {"transport": "tcp", "rank": self._rank, "world_size": init_info.world_size, "num_connections": 1}
+
+    def _connect(self, address: str, port: int) -> socket.socket:
+        """The trainer may call init before it listens, so a refusal is tried again until the time is over."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return socket.create_connection((address, port), max(deadline - time.monotonic(), _RETRY_S))
+            except OSError as error:
+                if isinstance(error, socket.gaierror):
+                    raise InvalidInput(f"init: master_address {address!r} is not known: {error}") from error
+                if time.monotonic() + _RETRY_S >= deadline:
+                    raise TimedOut(
+                        f"init: rank {self._rank} found no trainer (rank 0) listening on {address}:{port} within "
+                        f"{self._timeout_s:g} s ({error}): start its half of the transfer, then init again"
+                    ) from error
+                if self._interrupted.wait(_RETRY_S):
+                    raise UpdateConflict("init: ended by a later init or a shutdown") from error
+
+    def receive_weights(self, update_info: NCCLUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        """One tensor after the other, each in the same memory: valid until the next one is taken."""
+        with self._lock:
+            connection = self._socket
+        if connection is None:
+            raise Conflict(f"the weight transfer has no connection, because {self._closed_because}: init again")
+        metas = update_info.metas or self._last
+        if not metas:
+            self._close("an update without names came first, and its bytes could not be told apart")
+            raise InvalidInput("names, dtype_names and shapes are empty, and no round before this one had any")
+        try:
+            sizes = [packing.num_bytes(meta) for meta in metas]
+        except InvalidInput:
+            self._close("an update named a dtype whose size is not known")
+            raise
+        self._last = metas
+        return self._receive(connection, metas, sizes)
+
+    def _receive(
+        self, connection: socket.socket, metas: list[ParamMeta], sizes: list[int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        memory = torch.empty(max(max(sizes), 1), dtype=torch.uint8)
+        bytes_of = memoryview(memory.numpy())
+        deadline = time.monotonic() + self._timeout_s + sum(sizes) / _SLOWEST_BYTES_PER_S
+        num_done = 0
+        try:
+            for meta, nbytes in zip(metas, sizes, strict=True):
+                self._fill(connection, bytes_of[:nbytes], deadline, metas, num_done)
+                num_done += 1
+                yield meta.name, packing.read(memory, packing.Slot(meta, 0, nbytes))
+        finally:
+            if num_done < len(metas):  # what is left of it must not be taken for the next one
+                self._close("an update was not read to its end")
+                connection.close()
+
+    def _fill(
+        self, connection: socket.socket, view: memoryview, deadline: float, metas: list[ParamMeta], num_done: int
+    ) -> None:
+        at = 0
+        while at < len(view):
+            where = f"update: tensor {num_done + 1} of {len(metas)}, {metas[num_done].name}, byte {at} of {len(view)}"
+            rest = [meta.name for meta in metas[num_done:]]
+            connection.settimeout(max(min(self._timeout_s, deadline - time.monotonic()), 0.001))
+            try:
+                got = connection.recv_into(view[at:])
+            except TimeoutError as error:
+                raise TimedOut(
+                    f"{where}: rank {self._rank} waited {self._timeout_s:g} s for the trainer (rank 0), which sent "
+                    "less than its update_info announced; init again",
+                    tensors=rest,
+                ) from error
+            except OSError as error:
+                why = "ended by another call" if self._interrupted.is_set() else str(error)
+                raise WeightUpdateError(f"{where}: rank {self._rank} lost the trainer: {why}; init again", rest) from error
+            if got == 0:
+                why = "this was ended by another call" if self._interrupted.is_set() else "the trainer (rank 0) is gone"
+                raise WeightUpdateError(f"{where}: {why}; init again", rest)
+            at += got
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+        # Only shut down: who reads wakes up and lets go of it, and its number is free again no sooner than that.
+        self._close("a call that was refused or aborted left its bytes in it", only_shut_down=True)
+
+    def shutdown(self) -> None:
+        self._close("it was shut down")
+
+    def _close(self, reason: str, only_shut_down: bool = False) -> None:
+        with self._lock:
+            connection, self._socket = self._socket, None
+            if connection is not None or reason == "it was shut down":
+                self._closed_because = reason
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            if not only_shut_down:
+                connection.close()
+
+
+class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
+    """The trainer half over TCP. Used by one thread; it has one more, which waits for the engine's answers."""
+
+    def __init__(
+        self,
+        client: WeightTransferClient,
+        source: WeightSource,
+        connections: list[socket.socket],
+        executor: ThreadPoolExecutor,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(client, source)
+        self._connections = connections
+        self._executor = executor
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
+        info = parse_info(NCCLTrainerInitInfo, init_info)
+        try:
+            listener = socket.create_server((info.master_address, info.master_port))
+        except OSError as error:
+            raise InvalidInput(f"can not listen on {info.master_address}:{info.master_port}: {error}") from error
+        executor = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
+        connections: list[socket.socket] = []
+        try:
+            worker_info = {
+                "master_address": info.master_address,
+                "master_port": listener.getsockname()[1],
+                "rank_offset": 1,
+                "world_size": info.world_size,
+                "packed": info.packed,
+                "timeout_s": info.timeout_s,
+            }
+            reply = executor.submit(client.init_weight_transfer_engine, {"init_info": worker_info})
+            deadline = time.monotonic() + info.timeout_s
+            while len(connections) < info.world_size - 1:
+                if reply.done() and reply.exception() is not None:
+                    break
+                listener.settimeout(_RETRY_S)
+                with contextlib.suppress(TimeoutError):
+                    connections.append(listener.accept()[0])
+                if time.monotonic() > deadline and len(connections) < info.world_size - 1:
+                    missing = list(range(1 + len(connections), info.world_size))
+                    raise TimedOut(f"init: ranks {missing} did not connect within {info.timeout_s:g} s")
+            _result(reply, info.timeout_s, "init")
+            for connection in connections:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(info.timeout_s)
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            listener.close()
+        return cls(client, source, connections, executor, info.timeout_s)
+
+    def transfer(self, session_id: str) -> None:
+        if not self._connections:
+            raise Conflict("this weight transfer was shut down, or an update broke it off: call trainer_init again")
+        metas = self.source.metadata()
+        update_info = {
+            "names": [meta.name for meta in metas],
+            "dtype_names": [meta.dtype for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+            "update": session_id,
+        }
+        reply = self._executor.submit(self.client.update_weights, {"update_info": update_info})
+        try:
+            for meta, tensor in paired(self.source):
+                self._send(tensor.detach().to("cpu", packing.torch_dtype(meta.dtype)).contiguous(), meta, reply)
+        except BaseException as error:
+            self._hang_up()  # the engine waits for bytes that will not come: let it see that at once
+            if isinstance(error, OSError) and not isinstance(error, TimedOut):
+                _result(reply, self._timeout_s, "update")  # the engine closed: its answer says why
+                raise WeightUpdateError(f"update: the engine is gone: {error}") from error
+            raise
+        _result(reply, self._timeout_s, "update")
+
+    def _send(self, tensor: Tensor, meta: ParamMeta, reply: Future[dict[str, Any]]) -> None:
+        data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+        for at in range(0, len(data), _SEND_BYTES):
+            if reply.done():
+                reply.result()  # raises what the engine said; a success before the last byte can not be one
+                raise WeightUpdateError(f"update: the engine answered before it could have had {meta.name}", [meta.name])
+            for rank, connection in enumerate(self._connections, 1):
+                try:
+                    connection.sendall(data[at : at + _SEND_BYTES])
+                except TimeoutError as error:
+                    raise TimedOut(
+                        f"update: rank {rank} took no byte of {meta.name} for {self._timeout_s:g} s"
+                    ) from error
+
+    def _hang_up(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+    def shutdown(self) -> None:
+        self._hang_up()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(reply: Future[dict[str, Any]], timeout_s: float, phase: str) -> dict[str, Any]:
+    try:
+        return reply.result(timeout_s)
+    except TimeoutError as error:
+        if reply.done():
+            raise
+        raise TimedOut(f"{phase}: the engine did not answer within {timeout_s:g} s") from error
+
+
+def _check_port(port: object, lowest: int) -> None:
+    number = int(port) if isinstance(port, str) and port.isdecimal() else port
+    if type(number) is not int or not lowest <= number <= 65535:
+        raise InvalidInput(f"master_port must be in [{lowest}, 65535], got {port!r}")
+
+
+def _check_timeout(timeout_s: object) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise InvalidInput(f"timeout_s must be a positive number, got {timeout_s!r}")
