@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from midstream.config import EngineConfig
     from midstream.serving.async_llm import AsyncLLM
     from midstream.serving.llm import LLM
-    from midstream.types import CompletionOutput, RequestOutput, SamplingParams, WeightVersion, WeightVersionSpan
+    from midstream.types import (
+        CompletionOutput,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputs,
+        WeightVersion,
+        WeightVersionSpan,
+    )
     from midstream.weights.base import ModuleSource, TrainerWeightTransferEngine, WeightSource, WeightTransferEngine
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "ModuleSource",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TrainerWeightTransferEngine",
     "WeightSource",
     "WeightTransferEngine",
@@ -41,6 +49,7 @@ _HOMES = {
     "ModuleSource": "midstream.weights.base",
     "RequestOutput": "midstream.types",
     "SamplingParams": "midstream.types",
+    "StructuredOutputs": "midstream.types",
     "TrainerWeightTransferEngine": "midstream.weights.base",
     "WeightSource": "midstream.weights.base",
     "WeightTransferEngine": "midstream.weights.base",

@@ -1,4 +1,4 @@
-"""The command line: ``midstream serve``, ``midstream train`` and ``midstream check``. The only module that may import every layer."""
+"""The command line: ``midstream serve``, ``train`` and ``check``. The only module that may import every layer."""
 
 from __future__ import annotations
 

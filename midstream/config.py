@@ -46,7 +46,8 @@ class EngineConfig:
     default_update_mode: UpdateMode = "full"
     """Of a weight update whose start names none. partial: an update may leave tensors as they are."""
     default_cast: CastPolicy = "deny"
-    """Of a weight update whose start names none. allow: tensors may arrive in another floating dtype than the engine's."""
+    """Of a weight update whose start names none. allow: tensors may arrive in another floating dtype than the engine
+    holds."""
     update_lease_s: float = 60.0
     """An open weight update that hears nothing for this long is aborted."""
     initial_version: str = "0"

@@ -36,14 +36,22 @@ class ServerMetrics:
             "midstream_http_requests", "HTTP requests answered", ["route", "status"], **with_registry
         )
         self.http_seconds = Histogram(
-            "midstream_http_request_seconds", "Time to the end of the answer", ["route"], buckets=_SECONDS, **with_registry
+            "midstream_http_request_seconds",
+            "Time to the end of the answer",
+            ["route"],
+            buckets=_SECONDS,
+            **with_registry,
         )
         self.started = Counter("midstream_generations_started", "Prompts handed to the engine", **with_registry)
         self.finished = Counter(
             "midstream_generations_finished", "Completions ended, by finish reason", ["reason"], **with_registry
         )
-        self.reattached = Counter("midstream_requests_reattached", "Requests served by a running or stored one", **with_registry)
-        self.vanished = Counter("midstream_requests_vanished", "Requests aborted because their client left", **with_registry)
+        self.reattached = Counter(
+            "midstream_requests_reattached", "Requests served by a running or stored one", **with_registry
+        )
+        self.vanished = Counter(
+            "midstream_requests_vanished", "Requests aborted because their client left", **with_registry
+        )
         self.prompt_tokens = Counter("midstream_prompt_tokens", "Prompt tokens of finished requests", **with_registry)
         self.output_tokens = Counter("midstream_output_tokens", "Output tokens of finished requests", **with_registry)
         self._gauges = {

@@ -56,6 +56,8 @@ FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "msgspec": ("engine.process", "serving.async_llm"),
     "fastapi": ("serving",),
     "starlette": ("serving",),
+    "pydantic": ("serving",),
+    "pydantic_core": ("serving",),
     "uvicorn": ("serving",),
     "httpx": ("serving.client",),
     "transformers": ("serving.text", "models.loader"),

@@ -1,7 +1,8 @@
-"""The server around its routes: who may call what, limits, errors, clients that leave, pauses seen over HTTP, the end."""
+"""The server around its routes: who may call what, limits, errors, clients that leave, pauses over HTTP, the end."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -19,7 +20,9 @@ import httpx
 import pytest
 
 import midstream
+from midstream.cli import main
 from midstream.errors import InvalidInput
+from midstream.serving import command
 from midstream.serving.settings import ServerSettings, is_loopback, is_private
 from servers import LIMIT_S, MODEL, Served, events, lines_of, served
 
@@ -58,7 +61,7 @@ async def until(http: httpx.AsyncClient, condition: Callable[[dict[str, Any]], A
     return status  # type: ignore[no-any-return]
 
 
-# -- what one can see ----------------------------------------------------------------------------------------------------
+# -- what one can see --------------------------------------------------------------------------------------------------
 
 
 def test_health_status_info_and_metrics(server: Served) -> None:
@@ -67,7 +70,9 @@ def test_health_status_info_and_metrics(server: Served) -> None:
     assert status["state"] == "running" and status["version"] == "0" and status["weights_id"]
     config = server.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32" and config["lora_config"] is None
-    assert config["weight_transfer_config"] == {"backend": "ipc"} and config["parallel_config"]["data_parallel_size"] == 1
+    assert (
+        config["weight_transfer_config"] == {"backend": "ipc"} and config["parallel_config"]["data_parallel_size"] == 1
+    )
     assert isinstance(server.get("/server_info").json()["vllm_config"], str)
     world = server.http.request("GET", "/get_world_size", json={})  # SkyRL sends a body, and reads nothing chunked
     assert world.json()["world_size"] == 1 and int(world.headers["content-length"]) > 0
@@ -80,8 +85,13 @@ def test_health_status_info_and_metrics(server: Served) -> None:
 
 
 def test_errors_have_one_shape_and_no_traceback(server: Served) -> None:
-    for method, path, code in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/load_lora_adapter", 404),
-                               ("POST", "/pause?mode=sideways", 400), ("GET", "/server_info?config_format=xml", 400)):  # fmt: skip
+    for method, path, code in (
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/pause?mode=sideways", 400),
+        ("GET", "/server_info?config_format=xml", 400),
+    ):
         response = server.http.request(method, path)
         assert response.status_code == code, response.text
         error = response.json()["error"]
@@ -92,7 +102,7 @@ def test_errors_have_one_shape_and_no_traceback(server: Served) -> None:
     assert "422" not in str(document["paths"]["/v1/completions"]["post"]["responses"].keys())
 
 
-# -- who may call what ---------------------------------------------------------------------------------------------------
+# -- who may call what -------------------------------------------------------------------------------------------------
 
 
 def test_which_addresses_are_safe() -> None:
@@ -105,8 +115,16 @@ def test_which_addresses_are_safe() -> None:
     assert ServerSettings(host="0.0.0.0", control_token="t").control_off is None
     assert ServerSettings(host="0.0.0.0", insecure_control=True).control_off is None
     assert ServerSettings(host="0.0.0.0", control_host="10.0.0.1").control_off is not None
-    for wrong in ({"control_host": "0.0.0.0"}, {"host": "0.0.0.0", "control_port": 1}, {"control_host": "8.8.8.8"}, {"api_key": " "},
-                  {"port": 70000}, {"reattach_s": -1.0}, {"heartbeat_s": 0.0}, {"max_concurrency": 0}):  # fmt: skip
+    for wrong in (
+        {"control_host": "0.0.0.0"},
+        {"host": "0.0.0.0", "control_port": 1},
+        {"control_host": "8.8.8.8"},
+        {"api_key": " "},
+        {"port": 70000},
+        {"reattach_s": -1.0},
+        {"heartbeat_s": 0.0},
+        {"max_concurrency": 0},
+    ):
         with pytest.raises(InvalidInput):
             ServerSettings(**wrong)
     assert ServerSettings().allows_request_chat_template
@@ -123,7 +141,17 @@ def test_case_044_keys_and_tokens_guard_their_routes(tmp_path: pathlib.Path) -> 
         for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"):
             refused = server.post(path, {"prompt": "abc"})
             assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
-        control = ["/pause", "/resume", "/abort_requests", "/update_weights", "/collective_rpc", "/sleep", "/nothing", "//pause", "/pause/"]
+        control = [
+            "/pause",
+            "/resume",
+            "/abort_requests",
+            "/update_weights",
+            "/collective_rpc",
+            "/sleep",
+            "/nothing",
+            "//pause",
+            "/pause/",
+        ]
         for path in control:
             for headers in ({}, key, {"Authorization": "tok"}, {"Authorization": "Bearer tok2"}):
                 assert server.post(path, {}, headers=headers).status_code == 401, path
@@ -182,14 +210,21 @@ def test_limits_on_body_tokens_sequences_and_concurrency() -> None:
 
         chunked = server.http.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"})
         assert chunked.status_code == 413, chunked.text
-        for body in ({"prompt": [4] * 65}, {"prompt": [[4] * 30] * 3}, {"prompt": "a", "n": 9}, {"prompt": ["a"] * 5, "n": 2}):
+        for body in (
+            {"prompt": [4] * 65},
+            {"prompt": [[4] * 30] * 3},
+            {"prompt": "a", "n": 9},
+            {"prompt": ["a"] * 5, "n": 2},
+        ):
             refused = server.post("/v1/completions", body)
             assert refused.status_code == 400 and "limit" in refused.json()["error"]["message"]
         server.post("/pause?mode=keep")
 
         async def body() -> None:
             async with client(server) as http:
-                held = [asyncio.create_task(http.post("/v1/completions", json={**LONG, "max_tokens": 3})) for _ in range(2)]
+                held = [
+                    asyncio.create_task(http.post("/v1/completions", json={**LONG, "max_tokens": 3})) for _ in range(2)
+                ]
                 await until(http, lambda s: s["server"]["requests"] == 2)
                 third = await http.post("/v1/completions", json=LONG)
                 assert third.status_code == 503 and third.headers["retry-after"] == "1"
@@ -201,7 +236,7 @@ def test_limits_on_body_tokens_sequences_and_concurrency() -> None:
         run(body())
 
 
-# -- clients that leave --------------------------------------------------------------------------------------------------
+# -- clients that leave ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["stream", "document", "group", "paused stream", "paused document"])
@@ -235,7 +270,7 @@ def test_case_061_a_client_that_leaves_ends_its_request(server: Served, kind: st
     run(leave())
     start = time.monotonic()
     status = server.wait(lambda s: not s["running"] + s["waiting"] + s["held"])  # while it is paused still
-    assert time.monotonic() - start < 1.0 + (time.monotonic() - start > 5)
+    assert time.monotonic() - start < 2.0
     assert status["num_free_blocks"] == status["num_blocks"]
     assert status["num_sampled_tokens"] - before < 500 * body["n"]
     assert server.metric("midstream_requests_vanished_total") == vanished + 1
@@ -249,7 +284,7 @@ def test_case_061_a_normal_end_aborts_nothing(server: Served) -> None:
     assert server.metric("midstream_requests_vanished_total") == vanished
 
 
-# -- pauses over HTTP ----------------------------------------------------------------------------------------------------
+# -- pauses over HTTP --------------------------------------------------------------------------------------------------
 
 
 def test_case_051_held_requests_are_seen_kept_alive_and_run_once(server: Served) -> None:
@@ -257,7 +292,6 @@ def test_case_051_held_requests_are_seen_kept_alive_and_run_once(server: Served)
 
     async def body() -> None:
         async with client(server, timeout=httpx.Timeout(LIMIT_S, read=1.0)) as http:  # ten heartbeats
-
             beats = [0] * 7
             moved = asyncio.Event()
 
@@ -309,9 +343,11 @@ def test_case_051_held_requests_are_seen_kept_alive_and_run_once(server: Served)
 
 
 def test_case_058_each_pause_mode_has_its_own_result_over_http(server: Served) -> None:
+    asked = {**LONG, "max_tokens": 300, "return_token_ids": True, "seed": 1}
+
     async def body(mode: str) -> tuple[dict[str, Any], bool]:
         async with client(server) as http:
-            task = asyncio.create_task(http.post("/v1/completions", json={**LONG, "return_token_ids": True, "logprobs": 0, "seed": 1}))
+            task = asyncio.create_task(http.post("/v1/completions", json={**asked, "logprobs": 0}))
             await until(http, lambda s: s["running"])
             paused = await http.post(f"/pause?mode={mode}")
             assert paused.status_code == 200, paused.text
@@ -323,12 +359,12 @@ def test_case_058_each_pause_mode_has_its_own_result_over_http(server: Served) -
             answer = (await task).json()
             return answer["choices"][0], was_held
 
-    whole = server.post("/v1/completions", {**LONG, "return_token_ids": True, "seed": 1}).json()["choices"][0]["token_ids"]
+    whole = server.post("/v1/completions", asked).json()["choices"][0]["token_ids"]
     for mode, reason, held in (("keep", "length", True), ("wait", "length", False), ("abort", "abort", False)):
         choice, was_held = run(body(mode))
         assert (choice["finish_reason"], was_held) == (reason, held), mode
         assert choice["token_ids"] == whole[: len(choice["token_ids"])]
-        assert len(choice["token_ids"]) == 500 if mode != "abort" else len(choice["token_ids"]) < 500
+        assert len(choice["token_ids"]) == 300 if mode != "abort" else len(choice["token_ids"]) < 300
         assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
     unknown = server.post("/pause?mode=sideways")
     assert unknown.status_code == 400 and server.get("/is_paused").json() == {"is_paused": False}
@@ -337,12 +373,20 @@ def test_case_058_each_pause_mode_has_its_own_result_over_http(server: Served) -
 def test_abort_by_the_ids_that_clients_know(server: Served) -> None:
     async def body() -> None:
         async with client(server) as http:
-            named = asyncio.create_task(http.post("/inference/v1/generate", json={"token_ids": [4], "request_id": "mine",
-                                                                                 "sampling_params": {"ignore_eos": True}}))  # fmt: skip
-            two = asyncio.create_task(http.post("/v1/completions", json={**LONG, "prompt": ["a", "b"], "request_id": "two"}))
+            named = asyncio.create_task(
+                http.post(
+                    "/inference/v1/generate",
+                    json={"token_ids": [4], "request_id": "mine", "sampling_params": {"ignore_eos": True}},
+                )
+            )
+            two = asyncio.create_task(
+                http.post("/v1/completions", json={**LONG, "prompt": ["a", "b"], "request_id": "two"})
+            )
             await http.post("/pause?mode=keep")
             await until(http, lambda s: s["held"] == 3)
-            assert (await http.post("/abort_requests", json={"request_ids": ["mine", "cmpl-two", "nobody"]})).json()["aborted"] == 3
+            assert (await http.post("/abort_requests", json={"request_ids": ["mine", "cmpl-two", "nobody"]})).json()[
+                "aborted"
+            ] == 3
             assert (await named).json()["choices"][0]["finish_reason"] == "abort"
             assert [c["finish_reason"] for c in (await two).json()["choices"]] == ["abort", "abort"]
             assert (await two).json()["id"] == "cmpl-two" and (await named).json()["request_id"] == "mine"
@@ -350,7 +394,7 @@ def test_abort_by_the_ids_that_clients_know(server: Served) -> None:
     run(body())
 
 
-# -- the end -------------------------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 class Command:
@@ -360,7 +404,12 @@ class Command:
         root = pathlib.Path(midstream.__file__).parents[1]
         command = [sys.executable, "-m", "midstream", "serve", str(MODEL), "--port", "0", "--num-threads", "1", *flags]
         self.process = subprocess.Popen(
-            command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+            command,
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self.lines: list[str] = []
         assert self.process.stdout is not None
@@ -383,60 +432,70 @@ class Command:
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_case_064_a_signal_in_a_pause_answers_everybody_and_ends(first: signal.Signals) -> None:
-    command = Command("--heartbeat-s", "0.1")
+    server = Command("--heartbeat-s", "0.1")
     try:
-        shown = "".join(command.lines)
+        shown = "".join(server.lines)
         for wanted in ("serving", "memory", "KV cache", "routes", "control open"):
             assert wanted in shown
         answers: list[httpx.Response] = []
-        with httpx.Client(base_url=command.url, timeout=LIMIT_S) as http:
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
             assert http.post("/pause?mode=keep").status_code == 200
             asked = [{**LONG, "stream": i % 2 == 1} for i in range(4)]
-            threads = [threading.Thread(target=lambda b=b: answers.append(httpx.post(f"{command.url}/v1/completions", json=b, timeout=LIMIT_S)))
-                       for b in asked]  # fmt: skip
+            threads = [
+                threading.Thread(
+                    target=lambda b=b: answers.append(
+                        httpx.post(f"{server.url}/v1/completions", json=b, timeout=LIMIT_S)
+                    )
+                )
+                for b in asked
+            ]
             for thread in threads:
                 thread.start()
             while http.get("/status").json()["held"] != 4:
                 pass
-        children = command.children()
+        children = server.children()
         assert children
         start = time.monotonic()
-        command.process.send_signal(first)
+        server.process.send_signal(first)
         for thread in threads:
             thread.join(LIMIT_S)
         answered = time.monotonic() - start
         with contextlib.suppress(ProcessLookupError):
-            command.process.send_signal(signal.SIGTERM)  # once more: changes nothing
-        assert command.process.wait(LIMIT_S) == 0
+            server.process.send_signal(signal.SIGTERM)  # once more: changes nothing
+        assert server.process.wait(LIMIT_S) == 0
         assert answered < 5.0 and time.monotonic() - start < 10.0
         assert len(answers) == 4
         for answer in answers:
             assert answer.status_code in (200, 503)
             if answer.status_code == 200:
                 streamed = answer.headers["content-type"].startswith("text/event-stream")
-                choices = [c for e in events(answer.text) for c in e["choices"]] if streamed else answer.json()["choices"]
+                choices = (
+                    [c for e in events(answer.text) for c in e["choices"]] if streamed else answer.json()["choices"]
+                )
                 assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["abort"]
         assert not [pid for pid in children if pathlib.Path(f"/proc/{pid}").exists()]
     finally:
-        command.close()
+        server.close()
 
 
 def test_an_engine_that_dies_ends_the_server_with_an_error_and_answers() -> None:
-    command = Command()
+    server = Command()
     try:
         answers: list[httpx.Response] = []
-        with httpx.Client(base_url=command.url, timeout=LIMIT_S) as http:
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as http:
             http.post("/pause?mode=keep")
-            asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{command.url}/v1/completions", json=LONG, timeout=LIMIT_S)))
+            asking = threading.Thread(
+                target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=LIMIT_S))
+            )
             asking.start()
             while http.get("/status").json()["held"] != 1:
                 pass
-        os.kill(command.children()[0], signal.SIGKILL)
-        assert command.process.wait(LIMIT_S) == 1
+        os.kill(server.children()[0], signal.SIGKILL)
+        assert server.process.wait(LIMIT_S) == 1
         asking.join(LIMIT_S)
         assert answers[0].status_code == 503 and answers[0].json()["error"]["type"] == "EngineDead"
     finally:
-        command.close()
+        server.close()
 
 
 @pytest.mark.parametrize(
@@ -449,9 +508,56 @@ def test_an_engine_that_dies_ends_the_server_with_an_error_and_answers() -> None
         (["--max-model-len", "100000"], "max_model_len"),
     ],
 )
-def test_a_wrong_start_is_said_in_one_line(flags: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "midstream", "serve", str(MODEL), "--port", "0", *flags]
-    root = pathlib.Path(midstream.__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and words in done.stderr, done
-    assert "Traceback" not in done.stderr
+def test_a_wrong_start_is_said_in_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
+    assert main(["serve", str(MODEL), "--port", "0", *flags]) == 1
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("midstream: ") and said.count("\n") == 1
+
+
+def test_every_flag_of_the_help_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for flag in (
+        "--host",
+        "--port",
+        "--dtype",
+        "--max-model-len",
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+        "--block-size",
+        "--served-model-name",
+        "--api-key",
+        "--logprobs-mode",
+        "--weight-transfer-config",
+        "--control-token",
+        "--reattach-s",
+    ):
+        assert flag in text
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert not [a.option_strings for a in parser._actions if not a.help]
+    flags = [
+        "DIR",
+        "--weight-transfer-config",
+        '{"backend": "nccl", "default_mode": "partial", "mine": 1}',
+        "--max-num-seqs",
+        "4",
+    ]
+    options = command.engine_options(parser.parse_args(flags))
+    assert options == {
+        "model": "DIR",
+        "weight_transfer_backend": "nccl",
+        "default_update_mode": "partial",
+        "extra": {"mine": 1},
+        "max_num_seqs": 4,
+    }
+
+
+def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_API_KEY", "k")
+    monkeypatch.setenv("MIDSTREAM_CONTROL_TOKEN", "t")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    settings = command.server_settings(parser.parse_args(["DIR", "--api-key", "other"]))
+    assert (settings.api_key, settings.control_token, settings.host) == ("other", "t", "127.0.0.1")

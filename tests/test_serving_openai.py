@@ -14,7 +14,9 @@ from midstream.serving.llm import LLM
 from midstream.types import SamplingParams
 from servers import MODEL, Served, events, served
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ extra or '' }}{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ extra or '' }}{% endif %}"
+)
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
 
@@ -66,17 +68,27 @@ def test_every_form_of_prompt_gives_the_offline_tokens(server: Served) -> None:
 
 def test_choices_are_prompt_major_and_carry_the_seed_that_made_them(server: Served) -> None:
     ids = [[4, 5, 6], [7, 8]]
-    answer = complete(server, prompt=ids, n=3, temperature=1.5, seed=(1 << 62) + 5, return_token_ids=True, ignore_eos=True)
+    answer = complete(
+        server, prompt=ids, n=3, temperature=1.5, seed=(1 << 62) + 5, return_token_ids=True, ignore_eos=True
+    )
     choices = answer["choices"]
     assert [c["index"] for c in choices] == list(range(6))
     assert [c["prompt_token_ids"] for c in choices] == [ids[0]] * 3 + [ids[1]] * 3
     assert choices[0]["seed"] == choices[3]["seed"] == (1 << 62) + 5
     for choice in choices:
-        again = complete(server, prompt=choice["prompt_token_ids"], temperature=1.5, seed=choice["seed"],
-                         return_token_ids=True, ignore_eos=True)  # fmt: skip
+        again = complete(
+            server,
+            prompt=choice["prompt_token_ids"],
+            temperature=1.5,
+            seed=choice["seed"],
+            return_token_ids=True,
+            ignore_eos=True,
+        )
         assert again["choices"][0]["token_ids"] == choice["token_ids"]
     unseeded = complete(server, prompt=ids[0], temperature=2.0, return_token_ids=True, ignore_eos=True)["choices"][0]
-    again = complete(server, prompt=ids[0], temperature=2.0, return_token_ids=True, ignore_eos=True, seed=unseeded["seed"])
+    again = complete(
+        server, prompt=ids[0], temperature=2.0, return_token_ids=True, ignore_eos=True, seed=unseeded["seed"]
+    )
     assert again["choices"][0]["token_ids"] == unseeded["token_ids"]
 
 
@@ -94,13 +106,27 @@ def test_logprobs_in_the_shapes_that_clients_parse(server: Served) -> None:
     assert complete(server, prompt="abc", logprobs=False)["choices"][0]["logprobs"] is None
     assert complete(server, prompt="abc")["choices"][0]["logprobs"] is None
 
-    body = {"token_ids": [4, 5, 6], "sampling_params": {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 2,
-                                                        "output_kind": 2, "routed_experts_prompt_start": 1}}  # fmt: skip
+    body = {
+        "token_ids": [4, 5, 6],
+        "sampling_params": {
+            "temperature": 0,
+            "max_tokens": 6,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "output_kind": 2,
+            "routed_experts_prompt_start": 1,
+        },
+    }
     choice = server.post("/inference/v1/generate", body).json()["choices"][0]
     assert choice["token_ids"] == plain["token_ids"]
-    for token, entry, wanted in zip(choice["token_ids"], choice["logprobs"]["content"], found["token_logprobs"], strict=True):
+    for token, entry, wanted in zip(
+        choice["token_ids"], choice["logprobs"]["content"], found["token_logprobs"], strict=True
+    ):
         assert entry["token"] == f"token_id:{token}" and entry["token_id"] == token and entry["logprob"] == wanted
-        assert len(entry["top_logprobs"]) == 2 and entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+        assert (
+            len(entry["top_logprobs"]) == 2
+            and entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+        )
     teacher = complete(server, prompt=[[4, 5, 6]], max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     assert teacher[0] is None and [next(iter(p)) for p in teacher[1:]] == ["5", "6"]
     assert all({"logprob", "rank"} <= entry.keys() for p in teacher[1:] for entry in p.values())
@@ -116,7 +142,14 @@ def test_infinite_logprobs_are_clamped() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
 def test_a_stream_adds_up_to_the_document(server: Served, path: str) -> None:
-    sampling: dict[str, Any] = {"temperature": 1.3, "seed": 5, "n": 2, "max_tokens": 9, "ignore_eos": True, "logprobs": 1}
+    sampling: dict[str, Any] = {
+        "temperature": 1.3,
+        "seed": 5,
+        "n": 2,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "logprobs": 1,
+    }
     if path == "/v1/completions":
         body: dict[str, Any] = {"prompt": [[4, 5, 6], [7, 8]], **sampling}
     elif path == "/v1/chat/completions":
@@ -133,7 +166,11 @@ def test_a_stream_adds_up_to_the_document(server: Served, path: str) -> None:
         assert [t for p in parts for t in p.get("token_ids", [])] == wanted["token_ids"]
         assert parts[-1]["finish_reason"] == wanted["finish_reason"] == "length" and len(parts) > 5
         assert parts[-1]["seed"] == wanted["seed"]
-        assert parts[-1]["weight_versions"] == wanted["weight_versions"] == [{"version": "0", "number": 0, "start": 0, "end": 9}]
+        assert (
+            parts[-1]["weight_versions"]
+            == wanted["weight_versions"]
+            == [{"version": "0", "number": 0, "start": 0, "end": 9}]
+        )
         assert [("weight_versions" in p) for p in parts if p.get("token_ids")] == [True] + [False] * 7 + [True]
         if path == "/v1/chat/completions":
             assert parts[0]["delta"] == {"role": "assistant", "content": ""}
@@ -152,20 +189,32 @@ def test_a_stream_adds_up_to_the_document(server: Served, path: str) -> None:
 
 
 def test_chat_goes_through_the_template_with_its_arguments(server: Served) -> None:
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]}]
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+    ]
     base = {**GREEDY, "messages": messages, "chat_template": TEMPLATE, "return_token_ids": True, "tool_choice": "none"}
-    answer = server.post("/v1/chat/completions", {**base, "chat_template_kwargs": {"extra": "de"}, "max_completion_tokens": 3})
+    answer = server.post(
+        "/v1/chat/completions", {**base, "chat_template_kwargs": {"extra": "de"}, "max_completion_tokens": 3}
+    )
     assert answer.status_code == 200, answer.text
     found = answer.json()
     letters = server.post("/tokenize", {"prompt": "abcde"}).json()["tokens"]
     assert found["prompt_token_ids"] == letters and found["object"] == "chat.completion"
     assert found["choices"][0]["message"]["role"] == "assistant"
-    assert found["choices"][0]["message"]["content"] == complete(server, prompt=letters, max_tokens=6)["choices"][0]["text"]
+    assert (
+        found["choices"][0]["message"]["content"]
+        == complete(server, prompt=letters, max_tokens=6)["choices"][0]["text"]
+    )
     assert found["choices"][0]["logprobs"] is None
     plain = server.post("/v1/chat/completions", {**GREEDY, "messages": messages})
     assert plain.status_code == 400 and "chat template" in plain.json()["error"]["message"]
-    for wrong in ({"tool_choice": "auto"}, {"chat_template": "{{ raise_exception('no') }}"}, {"chat_template": "{% bad"},
-                  {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}):  # fmt: skip
+    for wrong in (
+        {"tool_choice": "auto"},
+        {"chat_template": "{{ raise_exception('no') }}"},
+        {"chat_template": "{% bad"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ):
         assert server.post("/v1/chat/completions", {**base, **wrong}).status_code == 400
     by_messages = server.post("/tokenize", {"messages": messages, "chat_template": TEMPLATE}).json()
     assert by_messages["tokens"] == letters[:3] and by_messages["max_model_len"] == 512
@@ -191,11 +240,17 @@ def test_case_102_ids_that_do_not_survive_text_come_back_as_they_are(server: Ser
     body = {"token_ids": prompt, "sampling_params": sampling, "return_token_ids": True}
     first = server.post("/inference/v1/generate", body).json()
     assert first["prompt_token_ids"] == prompt
-    other = server.post("/v1/completions", {"prompt": prompt, **sampling, "return_token_ids": True}).json()["choices"][0]
+    other = server.post("/v1/completions", {"prompt": prompt, **sampling, "return_token_ids": True}).json()["choices"][
+        0
+    ]
     assert other["token_ids"] == first["choices"][0]["token_ids"] and other["prompt_token_ids"] == prompt
     # turn 2 = prompt + ids + suffix, never re-encoded; its prompt logprobs are those that turn 1 reported
     made = first["choices"][0]["token_ids"]
-    again = {"token_ids": [*prompt, *made, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}, "return_token_ids": True}
+    again = {
+        "token_ids": [*prompt, *made, 7],
+        "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
+        "return_token_ids": True,
+    }
     second = server.post("/inference/v1/generate", again).json()
     assert second["prompt_token_ids"] == [*prompt, *made, 7]
     scored = second["prompt_logprobs"][len(prompt) : len(prompt) + len(made)]
@@ -212,21 +267,59 @@ def test_stop_texts_and_ids_and_the_kept_set(server: Served) -> None:
     by_id = complete(server, **base, stop_token_ids=[whole["token_ids"][2]], return_token_ids=True)["choices"][0]
     assert by_id["finish_reason"] == "stop" and by_id["stop_reason"] == whole["token_ids"][2]
     assert by_id["token_ids"] == whole["token_ids"][: len(by_id["token_ids"])]
-    kept = complete(server, prompt="abc", temperature=1.0, top_k=3, return_sampling_mask=True, return_token_ids=True)["choices"][0]
+    kept = complete(server, prompt="abc", temperature=1.0, top_k=3, return_sampling_mask=True, return_token_ids=True)[
+        "choices"
+    ][0]
     assert len(kept["sampling_mask"]) == len(kept["token_ids"])
     assert all(t in mask and len(mask) == 3 for t, mask in zip(kept["token_ids"], kept["sampling_mask"], strict=True))
 
 
 def test_unknown_keys_are_ignored_and_options_that_matter_are_refused(server: Served) -> None:
-    harmless = {"session_id": "s", "some_new_key": [1], "frequency_penalty": 0.0, "logit_bias": None, "best_of": 1, "echo": False,
-                "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "user": "u", "stop": None, "seed": None}  # fmt: skip
-    assert server.post("/v1/completions", {**GREEDY, "prompt": "abc", **harmless}, headers={"X-Session-ID": "t"}).status_code == 200
+    harmless = {
+        "session_id": "s",
+        "some_new_key": [1],
+        "frequency_penalty": 0.0,
+        "logit_bias": None,
+        "best_of": 1,
+        "echo": False,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "user": "u",
+        "stop": None,
+        "seed": None,
+    }
+    assert (
+        server.post(
+            "/v1/completions", {**GREEDY, "prompt": "abc", **harmless}, headers={"X-Session-ID": "t"}
+        ).status_code
+        == 200
+    )
     refused: list[dict[str, Any]] = [
-        {"frequency_penalty": 0.5}, {"logit_bias": {"5": 1}}, {"echo": True}, {"best_of": 4}, {"guided_json": {}}, {"min_tokens": 4},
-        {"use_beam_search": True}, {"n": 0}, {"temperature": -1}, {"top_p": 0}, {"seed": 1 << 63}, {"seed": 1 << 90}, {"logprobs": 21},
-        {"max_tokens": 0}, {"stop": [1]}, {"stop_token_ids": [99999]}, {"n": 17}, {"structured_outputs": {"json": {}, "regex": "a"}},
-        {"response_format": {"type": "x"}}, {"temperature": "hot"}, {"stream": "yes"}, {"cache_salt": 5}, {"request_id": ""},
-    ]  # fmt: skip
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {"5": 1}},
+        {"echo": True},
+        {"best_of": 4},
+        {"guided_json": {}},
+        {"min_tokens": 4},
+        {"use_beam_search": True},
+        {"n": 0},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"seed": 1 << 63},
+        {"seed": 1 << 90},
+        {"logprobs": 21},
+        {"max_tokens": 0},
+        {"stop": [1]},
+        {"stop_token_ids": [99999]},
+        {"n": 17},
+        {"structured_outputs": {"json": {}, "regex": "a"}},
+        {"response_format": {"type": "x"}},
+        {"temperature": "hot"},
+        {"stream": "yes"},
+        {"cache_salt": 5},
+        {"request_id": ""},
+    ]
     for extra in refused:
         response = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 4, **extra})
         assert response.status_code == 400, (extra, response.text)
@@ -249,9 +342,22 @@ def test_cache_salts_separate_and_usage_shows_hits(server: Served) -> None:
 
 
 def test_json_never_holds_what_json_does_not_have(server: Served) -> None:
-    raw = server.http.post("/v1/completions", content=b'{"prompt": "abc", "temperature": NaN}', headers={"content-type": "application/json"})
+    raw = server.http.post(
+        "/v1/completions",
+        content=b'{"prompt": "abc", "temperature": NaN}',
+        headers={"content-type": "application/json"},
+    )
     assert raw.status_code == 400 and json.loads(raw.text)
-    for text in (b'{"prompt": "\\ud800"}', b'{"prompt": "a", "stop": "\\ud800"}', b'{"prompt": "a", "cache_salt": "\\ud800"}',
-                 b'{"prompt": "a", "session": "\\ud800", "request_id": "k\\ud800"}', b"{", b"[]", b"", b"null", b"\xff"):  # fmt: skip
+    for text in (
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "stop": "\\ud800"}',
+        b'{"prompt": "a", "cache_salt": "\\ud800"}',
+        b'{"prompt": "a", "session": "\\ud800", "request_id": "k\\ud800"}',
+        b"{",
+        b"[]",
+        b"",
+        b"null",
+        b"\xff",
+    ):
         response = server.http.post("/v1/completions", content=text, headers={"content-type": "application/json"})
         assert response.status_code == 400, (text, response.text)

@@ -148,6 +148,7 @@ def test_the_two_halves_move_weights_and_leave_nothing(
         with pytest.raises(UpdateConflict):
             llm.update_weights({"update_info": {"weight_dir": str(models / "w1"), "update": "update-1"}})
         trainer.shutdown()
-    for bad, match in (({"directory": str(tmp_path / "no")}, "does not exist"), ({**info, "shard_bytes": 0}, "shard_bytes")):
+    bad_ones = [({"directory": str(tmp_path / "no")}, "does not exist"), ({**info, "shard_bytes": 0}, "shard_bytes")]
+    for bad, match in bad_ones:
         with pytest.raises(InvalidInput, match=match):
             trainer_cls.trainer_init(bad, client=llm, source=doubles)

@@ -68,7 +68,7 @@ def free_port() -> int:
 
 
 class Shim:
-    """The trainer's end as the shim's callers use it: their module when the folder is there, its wire by hand if not."""
+    """The trainer's end as the shim's callers use it: their module where the folder is there, or its wire by hand."""
 
     def __init__(self, use_files: bool) -> None:
         self._modules: dict[str, Any] = {}
@@ -136,7 +136,9 @@ def test_an_unmodified_trainer_moves_weights_twice_and_back(
     with engine(models / "w0") as llm, engine(models / "w1") as other:
         before, expected = ask(llm), ask(other)
         group = open_channel(llm, shim, pool, **({"packed": True} if packed_in == "init" else {}))
-        extra = {"packed": True, "packed_buffer_size_bytes": 4096, "packed_num_buffers": 2} if packed_in == "update" else {}
+        extra: dict[str, Any] = {}
+        if packed_in == "update":
+            extra = {"packed": True, "packed_buffer_size_bytes": 4096, "packed_num_buffers": 2}
         for number, tensors in enumerate((W1, W1, W0), 1):
             assert llm.start_weight_update()["mode"] == "full"
             sent = pool.submit(shim.send, group, tensors)

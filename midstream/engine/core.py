@@ -115,6 +115,11 @@ class EngineCore:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
+    def admit(self) -> None:
+        """Raises what :meth:`add` would raise now for any request: Conflict while asleep, or EnginePaused."""
+        self.sleep.admit()
+        self.protocol.admit()
+
     def add(
         self,
         request_id: str,
@@ -124,8 +129,7 @@ class EngineCore:
         priority: int = 0,
     ) -> None:
         """Accept a request (its n samples at once). Raises InvalidInput, or EnginePaused in an abort or wait pause."""
-        self.sleep.admit()
-        self.protocol.admit()
+        self.admit()
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidInput(f"priority must be an integer, got {priority!r}")
         self._check_prompt(prompt_token_ids, params)

@@ -85,6 +85,7 @@ class Pauses:
         else:
             self.owner = self.since = self._lease_until = None
             self._before = (None, None, None)
+            self._core.sleep.unpaused()
 
     def watch(self, now: float) -> None:
         """Time limits that have come to their end."""

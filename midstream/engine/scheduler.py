@@ -291,7 +291,8 @@ class Scheduler:
         """
         changed = []
         num_finished = 0
-        first = min(self.running, key=lambda request: request.place, default=None)
+        in_order = self.running[:1] if self._is_sorted else self.running
+        first = min(in_order, key=lambda request: request.place, default=None)
         version = self.version
         for scheduled in plan.requests:
             request = self.live.get(scheduled.request_id)

@@ -1,7 +1,7 @@
 """Sleep: give memory back between two phases of a job that shares the machine, and know what is missing after it.
 
     level 0   a pause, no more
-    level 1   and the KV cache's memory is freed; weights on a device go to host memory (on a CPU they are there already)
+    level 1   and the KV cache's memory is freed; weights on a device go to host memory (a CPU's are there already)
     level 2   and the weights are dropped: after ``wake_up`` the engine refuses work until a full update has come
 
 ``wake_up`` may name what to wake: "weights", "kv_cache", "scheduling". No step runs while anything but the last is
@@ -34,6 +34,8 @@ class Sleep:
         self.weights_lost = False
         """Dropped, and not replaced by a commit yet."""
         self._took_pause = False
+        self._is_claimed = False
+        """Somebody else has called pause since sleep took one."""
 
     @property
     def is_deep(self) -> bool:
@@ -67,7 +69,12 @@ class Sleep:
 
     def pause_taken(self) -> None:
         """Somebody called pause: from now on the pause is theirs, and stays when all is awake."""
-        self._took_pause = False
+        self._took_pause, self._is_claimed = False, True
+
+    def unpaused(self) -> None:
+        """No pause is left: that ends level 0, which is nothing else."""
+        if self.level == 0:
+            self.level, self.asleep, self._took_pause = None, set(), False
 
     def sleep(self, op: int, level: int = 1, mode: PauseMode = "abort") -> None:
         if type(level) is not int or level not in (0, 1, 2):
@@ -80,7 +87,7 @@ class Sleep:
         protocol = self._core.protocol
         if protocol.phase == "paused":
             return self._fall(op, level, False)
-        own = not protocol.is_paused
+        own, self._is_claimed = not protocol.is_paused, False
         self._core.once_paused(op, lambda: self._fall(op, level, own))
         self._core.act(protocol.pause(op, protocol.mode or mode, level > 0))
 
@@ -90,11 +97,11 @@ class Sleep:
         try:
             self._check_no_update(level)
         except Conflict as error:
-            if own:
+            if own and not self._is_claimed:
                 core.pauses.undo()
             return core.fail(op, error)
         self.level = level
-        self._took_pause = self._took_pause or own
+        self._took_pause = self._took_pause or (own and not self._is_claimed)
         self.asleep.add("scheduling")
         if level:
             core.scheduler.drop_kv()

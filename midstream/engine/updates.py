@@ -201,7 +201,7 @@ class WeightUpdates:
             raise InvalidInput(f"action must be checksum, compare or reset, got {action!r}")
         if action == "compare" and not (isinstance(baseline, dict) and baseline):
             raise InvalidInput("compare needs a baseline: an object of tensor name to digest, as checksum gives it")
-        self._core.sleep.require_awake("weights")
+        self._core.sleep.require_weights()
         version = self._core.version()
 
         def done(result: Done) -> None:

@@ -152,8 +152,8 @@ class Worker:
             held = staging.put(self.tied.get(name, name), tensor)
             records.append(TensorRecord(name, digest(held), nbytes))  # of our copy: nobody else writes to that
         if problems:
-            tensors = [name for error in problems for name in error.tensors]
-            raise WeightUpdateError("; ".join(error.message for error in problems), tensors)
+            names = [name for error in problems for name in error.tensors]
+            raise WeightUpdateError("; ".join(error.message for error in problems), names)
         return records
 
     # -- the transaction's end ---------------------------------------------------------------------------------

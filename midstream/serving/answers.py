@@ -99,7 +99,8 @@ class JobResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._job.reading():
-            answering = asyncio.ensure_future(self._stream(send) if self._is_stream else self._document(scope, receive, send))
+            answer = self._stream(send) if self._is_stream else self._document(scope, receive, send)
+            answering = asyncio.ensure_future(answer)
             leaving = asyncio.ensure_future(_disconnected(receive))
             try:
                 await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +126,9 @@ class JobResponse(Response):
                 if not is_started:  # until here an error has a status of its own
                     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
                     is_started = True
-                data = b"".join(_event(e) for p in pieces(job, cursors) for e in shape.event(job, p)) if has_news else _HEARTBEAT
+                data = _HEARTBEAT
+                if has_news:
+                    data = b"".join(_event(e) for piece in pieces(job, cursors) for e in shape.event(job, piece))
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             outputs = [output for output in job.outputs if output is not None]
@@ -148,7 +151,7 @@ _EVENT_HEADERS = [
 
 def pieces(job: Job, cursors: Sequence[Cursor]) -> list[Piece]:
     """What each choice has that its cursor has not sent; moves the cursors."""
-    found = []
+    found: list[Piece] = []
     for prompt, output in enumerate(job.outputs):
         if output is None:
             continue
@@ -156,7 +159,7 @@ def pieces(job: Job, cursors: Sequence[Cursor]) -> list[Piece]:
             cursor = cursors[prompt * job.work.params.n + out.index]
             end, chars, spans = len(out.token_ids), len(out.text), len(out.weight_versions)
             is_last = out.finish_reason is not None
-            if cursor.is_finished or (end, chars) == (cursor.num_tokens, cursor.num_chars) and not is_last:
+            if cursor.is_finished or ((end, chars) == (cursor.num_tokens, cursor.num_chars) and not is_last):
                 continue
             found.append(
                 Piece(
@@ -179,7 +182,7 @@ def pieces(job: Job, cursors: Sequence[Cursor]) -> list[Piece]:
 
 def choice_record(out: CompletionOutput, *, is_last: bool, weight_versions: bool) -> dict[str, Any]:
     """The end of a choice's event, for a trainer: version spans where they are wanted, the rest once it is over."""
-    found = shapes.record(out) if is_last else {"finish_reason": None, "stop_reason": None}
+    found: dict[str, Any] = shapes.record(out) if is_last else {"finish_reason": None, "stop_reason": None}
     if weight_versions:
         found["weight_versions"] = shapes.version_spans(out.weight_versions)
     return found

@@ -1,7 +1,7 @@
 """The HTTP application: which routes there are, who may call them, and how errors look. One engine, no globals.
 
-    create_app(llm, settings)       generation, what one can see (health, metrics, status), and control where it is safe
-    create_control_app(front, app)  control alone, for a listener of its own
+create_app(llm, settings)       generation, what one can see (health, metrics, status), and control where it is safe
+create_control_app(front, app)  control alone, for a listener of its own
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.include_router(openai.make_router(front))
     app.include_router(generate.make_router(front))
     app.include_router(_visible(front))
-    control = _control(front)
+    control = rl.make_router(front.llm, front.jobs.engine_ids)
     if settings.control_off is None:
-        app.include_router(control, tags=["control"])
+        app.include_router(control)
     _close(app, front, _paths(control), settings.control_off)
     return app
 
@@ -61,9 +61,9 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 def create_control_app(front: Frontend) -> FastAPI:
     """The control routes of ``front``'s engine alone, and what one can see. The engine's life is the other app's."""
     app = _application("midstream control", front, None)
-    control = _control(front)
+    control = rl.make_router(front.llm, front.jobs.engine_ids)
     app.include_router(_visible(front))
-    app.include_router(control, tags=["control"])
+    app.include_router(control)
     _close(app, front, _paths(control), None)
     return app
 
@@ -87,10 +87,6 @@ def _application(title: str, front: Frontend, life: Any) -> FastAPI:
     return app
 
 
-def _control(front: Frontend) -> APIRouter:
-    return rl.make_router(front.llm, front.jobs.engine_ids)
-
-
 def _close(app: FastAPI, front: Frontend, control_paths: list[str], control_off: str | None) -> None:
     app.add_middleware(
         Gate,
@@ -107,7 +103,7 @@ def _paths(router: APIRouter) -> list[str]:
     return [path for route in router.routes if (path := getattr(route, "path", "")) not in _OPEN_PATHS]
 
 
-# -- what one can see ----------------------------------------------------------------------------------------------------
+# -- what one can see --------------------------------------------------------------------------------------------------
 
 
 def _visible(front: Frontend) -> APIRouter:
@@ -170,7 +166,7 @@ def _vllm_config(front: Frontend) -> dict[str, Any]:
     }
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

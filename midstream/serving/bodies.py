@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from midstream.errors import InvalidInput
 from midstream.serving.settings import ServerSettings
-from midstream.types import MAX_N, MAX_SEED, SamplingParams, StructuredOutputs
+from midstream.types import MAX_N, MAX_SEED, LogprobsMode, SamplingParams, StructuredOutputs
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -92,6 +92,8 @@ class SamplingFields(Body):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     return_sampling_mask: bool | None = None
+    logprobs_mode: LogprobsMode | None = None
+    """By default the server's."""
 
     def sampling_params(
         self,
@@ -107,12 +109,23 @@ class SamplingFields(Body):
         given = {
             name: value
             for name in (
-                "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids",
-                "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
+                "n",
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "repetition_penalty",
+                "seed",
+                "stop",
+                "stop_token_ids",
+                "ignore_eos",
+                "include_stop_str_in_output",
+                "skip_special_tokens",
+                "prompt_logprobs",
                 "return_sampling_mask",
             )
             if (value := getattr(self, name)) is not None
-        }  # fmt: skip
+        }
         for name in ("stop", "stop_token_ids"):
             if name in given:
                 given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
@@ -120,7 +133,7 @@ class SamplingFields(Body):
             **given,
             logprobs=logprobs,
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
-            logprobs_mode=settings.logprobs_mode,
+            logprobs_mode=self.logprobs_mode or settings.logprobs_mode,
             structured_outputs=_structured(self.structured_outputs, self.response_format),
             detokenize=detokenize or bool(given.get("stop")),
             final_only=not is_stream,
@@ -166,7 +179,8 @@ def _prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         found = None
     if found is None or found == [] or (isinstance(found, list) and [] in found):
         raise PydanticCustomError(
-            "prompt", "a prompt is text, token ids (integers >= 0), a list of texts, or a list of lists of ids; not empty"
+            "prompt",
+            "a prompt is text, token ids (integers >= 0), a list of texts, or a list of lists of ids; not empty",
         )
     return found
 
@@ -223,6 +237,8 @@ class GenerateBody(RequestFields):
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: SamplingFields = Field(default_factory=SamplingFields)
     output_mode: Literal["tokens", "text"] | None = None
+    return_details: bool | None = None
+    """In an answer that is no stream: "details" in every choice, what a trainer's bookkeeping wants to know."""
 
 
 class TokenizeBody(Body):

@@ -1,5 +1,4 @@
-"""EngineClient: everything a trainer or a server may ask of an engine, and HTTPClient, which asks it over HTTP. No torch.
-"""
+"""EngineClient: everything a trainer or a server may ask of an engine; HTTPClient asks it over HTTP. No torch."""
 
 from __future__ import annotations
 
@@ -353,25 +352,21 @@ def _answer(response: httpx.Response, url: str) -> dict[str, Any]:
         body = response.json() if response.content else {}
     except ValueError:
         body = None
-    if response.is_success and isinstance(body, dict):
+    if response.is_success:
+        if not isinstance(body, dict):
+            raise MidstreamError(f"{url}: the answer is no JSON object: {response.text[:200]!r}")
         return body
     said = body.get("error", body.get("detail")) if isinstance(body, dict) else None
     if isinstance(said, dict) and isinstance(said.get("message"), str):
-        kind, details = str(said.get("type")), said.get("details")
+        details = said.get("details")
         extra = {k: v for k, v in details.items() if k != "message"} if isinstance(details, dict) else {}
-        error = from_wire({"type": kind, "message": said["message"], "details": extra})
+        error = from_wire({"type": str(said.get("type")), "message": said["message"], "details": extra})
     else:
         text = said if isinstance(said, str) else response.text[:500]
         error = MidstreamError(text or f"status {response.status_code} without a word")
-    if type(error) is MidstreamError:
+    if type(error) is MidstreamError:  # no word of ours: the status says what kind it is
         error = _BY_STATUS.get(response.status_code, MidstreamError)(error.message, **error.details)
-    if response.is_success:
-        error = MidstreamError(f"{url}: the answer is no JSON object: {response.text[:200]!r}")
     error.add_note(f"from {url}, status {response.status_code}")
-    return _raised(error)
-
-
-def _raised(error: MidstreamError) -> dict[str, Any]:
     raise error
 
 

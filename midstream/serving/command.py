@@ -1,4 +1,4 @@
-"""``midstream serve``: flags, made from the fields of EngineConfig and ServerSettings and their docstrings; start; end."""
+"""``midstream serve``: flags, made from the fields of EngineConfig and ServerSettings and their docstrings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Serve a model over HTTP: OpenAI's and vLLM's generation routes, and vLLM's route
 updates), for trainers that drive it while it generates. Flags have vLLM's names where it has one."""
 EPILOG = """\
 examples:
-  midstream serve DIR                                             http://127.0.0.1:8000, control routes beside generation
+  midstream serve DIR                                    http://127.0.0.1:8000, control beside generation
   midstream serve DIR --dtype float32 --weight-transfer-config '{"backend": "nccl"}'
   midstream serve DIR --host 0.0.0.0 --api-key K --control-token T             every route behind a Bearer token
   midstream serve DIR --host 0.0.0.0 --control-host 10.0.0.5 --control-port 8001     control on a private address
@@ -48,14 +48,20 @@ _ENGINE_FLAGS = {
     "initial_version": "--initial-version",
     "step_log": "--step-log",
 }
-_TRANSFER_KEYS = {"backend": "weight_transfer_backend", "default_mode": "default_update_mode", "default_cast": "default_cast"}
+_TRANSFER_KEYS = {
+    "backend": "weight_transfer_backend",
+    "default_mode": "default_update_mode",
+    "default_cast": "default_cast",
+}
 """Keys of --weight-transfer-config that are the engine's; the others go to the backend, unread."""
 _SECRETS = {"api_key": "MIDSTREAM_API_KEY", "control_token": "MIDSTREAM_CONTROL_TOKEN"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every flag of the command."""
-    parser.add_argument("model", metavar="MODEL", help="a directory of safetensors in Hugging Face format, or a GGUF file")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a directory of safetensors in Hugging Face format, or a GGUF file"
+    )
     engine = parser.add_argument_group("engine")
     _add_flags(engine, EngineConfig, _ENGINE_FLAGS)
     engine.add_argument(

@@ -52,6 +52,8 @@ class GenerateShape:
             choice = self._choice(out.index, out, 0, len(out.token_ids))
             if self.body.output_mode == "text":
                 choice["text"] = out.text
+            if self.body.return_details:
+                choice["details"] = shapes.details(out)
             choices.append({**choice, **choice_record(out, is_last=True, weight_versions=True)})
         found = {**self._frame(job, choices), "usage": shapes.usage(outputs)}
         found["prompt_logprobs"] = shapes.prompt_logprobs(output)

@@ -170,7 +170,9 @@ class Jobs:
         digest = "" if key is None else hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         if key is not None and (known := self._keyed.get(key)) is not None:
             if known.digest != digest:
-                raise Conflict(f"idempotency key {key!r} belongs to another request body: use a new key for a new request")
+                raise Conflict(
+                    f"idempotency key {key!r} belongs to another request body: use a new key for a new request"
+                )
             self.metrics.reattached.inc()
             return known
         self._check_limits(work)

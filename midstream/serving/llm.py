@@ -69,7 +69,7 @@ class LLM:
         priority = [0] * len(prompts) if priority is None else priority
         if len(priority) != len(prompts):
             raise InvalidInput(f"{len(prompts)} prompts but {len(priority)} priorities; give one for each")
-        self.core.protocol.admit()
+        self.core.admit()
         self._check_running()
         if any(p.structured_outputs is not None for p in sampling_params) and not self.core.grammars.is_loaded:
             self._call("load_grammar_tokenizer", text=self.text.to_json())

@@ -28,10 +28,14 @@ from midstream.types import CompletionOutput, RequestOutput
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions; chat goes on to the model's length."""
 ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"description": "One document, or events where stream is true", "content": {
-        "application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}},
-    }},
-}  # fmt: skip
+    200: {
+        "description": "One document, or events where stream is true",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +87,11 @@ class CompletionShape(_Shape):
     """text_completion, choices prompt-major: n per prompt."""
 
     def whole(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = [self._choice(i * job.work.params.n + out.index, output, out)
-                   for i, output in enumerate(outputs) for out in output.outputs]  # fmt: skip
+        choices = [
+            self._choice(i * job.work.params.n + out.index, output, out)
+            for i, output in enumerate(outputs)
+            for out in output.outputs
+        ]
         return {**self.frame(job, choices, self.kind), "usage": shapes.usage(outputs)}
 
     def _choice(self, index: int, output: RequestOutput, out: CompletionOutput) -> dict[str, Any]:
@@ -141,8 +148,11 @@ class ChatShape(_Shape):
         events = []
         if piece.is_first:
             delta = {"role": "assistant", "content": ""}
-            first = self.frame(job, [{"index": piece.cursor.index, "delta": delta, "logprobs": None,
-                                      "finish_reason": None}], self.event_kind)  # fmt: skip
+            first = self.frame(
+                job,
+                [{"index": piece.cursor.index, "delta": delta, "logprobs": None, "finish_reason": None}],
+                self.event_kind,
+            )
             if self.body.return_token_ids:
                 first["prompt_token_ids"] = piece.output.prompt_token_ids
             events.append(first)

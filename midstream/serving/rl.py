@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +26,9 @@ class Body(BaseModel):
     """A JSON object. Keys that are not known here are other versions' and change nothing."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+B = TypeVar("B", bound=Body)
 
 
 class AbortBody(Body):
@@ -142,7 +145,7 @@ def make_router(llm: AsyncLLM, engine_ids: Callable[[Iterable[str]], list[str]] 
 
     @router.post("/update_weights")
     async def update_weights(body: UpdateBody) -> dict[str, Any]:
-        """One chunk, answered when all its bytes are staged. Without a start: a whole update, answered when it serves."""
+        """One chunk, answered when its bytes are staged. Without a start: a whole update, answered when it serves."""
         return await weights.update(body)
 
     @router.post("/finish_weight_update")
@@ -272,7 +275,7 @@ class WeightRoutes:
         ) -> Callable[[list[Any], dict[str, Any]], Awaitable[dict[str, Any]]]:
             async def call(args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
                 if len(args) > (first is not None):
-                    raise InvalidInput(f"at most {int(first is not None)} positional argument is taken, got {len(args)}")
+                    raise InvalidInput(f"{int(first is not None)} positional argument at most, got {len(args)}")
                 if args and first is not None:
                     kwargs = {first: args[0], **kwargs}
                 return await route(parsed(model, kwargs))
@@ -311,7 +314,7 @@ class WeightRoutes:
         }
 
 
-def parsed(model: type[Body], data: Any) -> Body:
+def parsed(model: type[B], data: Any) -> B:
     """``data`` as ``model``; InvalidInput says which field is wrong."""
     from pydantic import ValidationError
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -50,7 +50,9 @@ class HTTPServer:
         self.control_url: str | None = self.url if settings.control_off is None else None
         if settings.has_control_address:
             app = create_control_app(self.front)
-            self.control_url = self._bind(app, settings.control_host or settings.host, settings.control_port or 0, "off")
+            self.control_url = self._bind(
+                app, settings.control_host or settings.host, settings.control_port or 0, "off"
+            )
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -71,7 +73,9 @@ class HTTPServer:
             bound = config.bind_socket()
         except SystemExit as error:
             self.close_sockets()
-            raise InvalidInput(f"can not listen on {host}:{port}: is the port taken, the address this machine's?") from error
+            raise InvalidInput(
+                f"can not listen on {host}:{port}: is the port taken, the address this machine's?"
+            ) from error
         self._listeners.append((_Listener(config), bound))
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{bound.getsockname()[1]}"
@@ -114,15 +118,16 @@ class HTTPServer:
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-            return working.done()
+            if not working.done():
+                return False
+            working.result()
+            return True
         finally:
             working.cancel()
             stopping.cancel()
             await asyncio.gather(working, stopping, return_exceptions=True)
 
-    async def _end(self, serving: list[asyncio.Future[None]]) -> None:
+    async def _end(self, serving: Sequence[asyncio.Future[None]]) -> None:
         await self.front.close()
         await self.llm.aclose()
         for server, _ in self._listeners:
@@ -137,7 +142,9 @@ def memory_plan(llm: AsyncLLM, status: dict[str, Any]) -> str:
     dtype = resolve_dtype(config.dtype, checkpoint)
     tied = checkpoint.tie_word_embeddings
     sizes = [
-        _product(shape) for name, shape in parameter_shapes(checkpoint).items() if not (tied and name == "lm_head.weight")
+        _product(shape)
+        for name, shape in parameter_shapes(checkpoint).items()
+        if not (tied and name == "lm_head.weight")
     ]
     weights = sum(sizes) * dtype.itemsize
     blocks = int(status["num_blocks"])

@@ -67,9 +67,7 @@ class ServerSettings:
             if value is not None and not value.strip():
                 raise InvalidInput(f"{name} is empty: give a key, or leave it away")
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
-            raise InvalidInput(
-                f"logprobs_mode must be raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}"
-            )
+            raise InvalidInput(f"logprobs_mode must be raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}")
         if self.has_control_address and not (
             self.control_token or self.insecure_control or is_private(self.control_host or self.host)
         ):

@@ -46,12 +46,13 @@ def completion_logprobs(
         tops.append({token_name(t, entry, as_ids): finite(entry.logprob) for t, entry in entries.items()})
     return {
         "tokens": tokens,
-        "token_logprobs": [finite(entries[t].logprob) for t, entries in zip(
-            out.token_ids[start:end], out.logprobs[start:end], strict=True
-        )],
+        "token_logprobs": [
+            finite(entries[t].logprob)
+            for t, entries in zip(out.token_ids[start:end], out.logprobs[start:end], strict=True)
+        ],
         "top_logprobs": tops,
         "text_offset": offsets,
-    }  # fmt: skip
+    }
 
 
 def content_logprobs(
@@ -119,3 +120,13 @@ def record(out: CompletionOutput) -> dict[str, Any]:
     if out.kv_versions is not None:
         found["kv_versions"] = [{"number": n, "start": start, "end": end} for n, start, end in out.kv_versions]
     return found
+
+
+def details(out: CompletionOutput) -> dict[str, Any]:
+    """The logprobs under the distribution really sampled from, whatever the server shows, and how much was computed."""
+    return {
+        "processed_logprobs": [finite(logprob) for logprob in out.processed_logprobs],
+        "num_cached_tokens": out.num_cached_tokens,
+        "num_reprefilled_tokens": out.num_reprefilled_tokens,
+        "num_preemptions": out.num_preemptions,
+    }

@@ -82,7 +82,7 @@ class WeightTransferEngine(ABC):
         Raises ``InvalidInput`` or ``WeightUpdateError`` for an ``update_info`` that does not describe a chunk.
         """
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> None:  # noqa: B027 (a backend whose bytes come with the verb has nothing to do)
         """From the core's thread: an ``update_weights`` was refused, or is no longer wanted. A backend whose bytes
         travel beside the verbs ends what reads them and drops the channel, so that they reach no other update."""
 

@@ -205,7 +205,7 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
         self, connection: socket.socket, metas: list[ParamMeta], sizes: list[int]
     ) -> Iterator[tuple[str, Tensor]]:
         memory = torch.empty(max(max(sizes), 1), dtype=torch.uint8)
-        bytes_of = memoryview(memory.numpy())
+        bytes_of = memory.numpy().data
         deadline = time.monotonic() + self._timeout_s + sum(sizes) / _SLOWEST_BYTES_PER_S
         num_done = 0
         try:
@@ -236,7 +236,7 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
                 ) from error
             except OSError as error:
                 why = "ended by another call" if self._interrupted.is_set() else str(error)
-                raise WeightUpdateError(f"{where}: rank {self._rank} lost the trainer: {why}; init again", rest) from error
+                raise WeightUpdateError(f"{where}: rank {self._rank} lost the trainer: {why}", rest) from error
             if got == 0:
                 why = "this was ended by another call" if self._interrupted.is_set() else "the trainer (rank 0) is gone"
                 raise WeightUpdateError(f"{where}: {why}; init again", rest)
@@ -343,11 +343,11 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         _result(reply, self._timeout_s, "update")
 
     def _send(self, tensor: Tensor, meta: ParamMeta, reply: Future[dict[str, Any]]) -> None:
-        data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+        data = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
         for at in range(0, len(data), _SEND_BYTES):
             if reply.done():
                 reply.result()  # raises what the engine said; a success before the last byte can not be one
-                raise WeightUpdateError(f"update: the engine answered before it could have had {meta.name}", [meta.name])
+                raise WeightUpdateError(f"update: the engine answered before it had {meta.name}", [meta.name])
             for rank, connection in enumerate(self._connections, 1):
                 try:
                     connection.sendall(data[at : at + _SEND_BYTES])
