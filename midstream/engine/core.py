@@ -82,7 +82,7 @@ class EngineCore:
         self._deadlines: dict[int, float] = {}
         self._paused_since: float | None = None
         self._is_checked = True
-        self._log: IO[str] | None = open(config.step_log, "a") if config.step_log else None  # noqa: SIM115
+        self._log = _open_log(config.step_log)
         session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests)
         self.updates = WeightUpdates(self, session)
         self._verbs: dict[str, Callable[..., None]] = {
@@ -385,3 +385,9 @@ class EngineCore:
             with contextlib.suppress(OSError):  # a full disk must not stop the engine
                 self._log.write(json.dumps(entry) + "\n")
 
+
+def _open_log(path: str | None) -> IO[str] | None:
+    try:
+        return open(path, "a") if path else None
+    except OSError as error:
+        raise InvalidInput(f"step_log {path!r} cannot be written: {error.strerror}") from error
