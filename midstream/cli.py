@@ -32,8 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     except MidstreamError as error:
         print(f"midstream: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever read our output has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # whoever read our output has left, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            print(f"midstream: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("midstream: interrupted", file=sys.stderr)
@@ -306,6 +309,8 @@ def _check_exact(a: argparse.Namespace) -> int:
     from midstream.rl.exact import check_run
 
     if a.model:
+        if a.prompts < 1:
+            raise InvalidInput(f"--prompts must be at least 1, got {a.prompts}")
         return _check_model(a)
     with Progress(transient=True) as bar:
         task = bar.add_task("recomputing", total=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -11,6 +12,32 @@ from midstream.errors import InvalidInput
 DType = Literal["auto", "float32", "bfloat16"]
 UpdateMode = Literal["full", "partial"]
 CastPolicy = Literal["deny", "allow"]
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "bool": bool,
+    "int": int,
+    "float": (int, float),
+    "dict[str, Any]": dict,
+}
+
+
+def check_types(instance: Any) -> None:
+    """Raise InvalidInput for the first field of a dataclass whose value is not of its declared plain type.
+
+    Values come from keyword arguments, TOML and the command line, where nothing else has checked them. Numbers must
+    be finite; an int serves as a float, a bool is not a number.
+    """
+    for f in fields(instance):
+        declared, _, optional = str(f.type).partition(" | ")
+        value, kind = getattr(instance, f.name), _KINDS.get(declared)
+        if kind is None or (value is None and optional == "None"):
+            continue
+        is_number = declared in ("int", "float")
+        wrong = not isinstance(value, kind) or (is_number and isinstance(value, bool))
+        if wrong or (isinstance(value, float) and not math.isfinite(value)) or (is_number and abs(value) > 1e300):
+            raise InvalidInput(f"{f.name} must be {f.type}, got {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +85,7 @@ class EngineConfig:
     """For a user's own weight transfer engine: handed to it unread."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}")

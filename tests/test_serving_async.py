@@ -356,8 +356,11 @@ def test_close_ends_what_is_open_and_leaves_nothing(model: pathlib.Path, tmp_pat
     run(body())
 
 
-def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    before = set(pathlib.Path(tempfile.gettempdir()).glob("midstream-*"))
+def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "sockets"))  # other engines make directories of their own
+    (tmp_path / "sockets").mkdir()
     (tmp_path / "empty").mkdir()
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -381,7 +384,7 @@ def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(tmp_path: pa
     run(body(bare, "has no \\*.safetensors"))
     good = write_checkpoint(tmp_path / "good", "llama", 0, **TINY)
     run(body(good, "unknown WeightTransferEngine 'pigeon'", weight_transfer_backend="pigeon"))
-    assert set(pathlib.Path(tempfile.gettempdir()).glob("midstream-*")) <= before
+    assert list((tmp_path / "sockets").iterdir()) == []
     for options in ({"colour": 1}, {"num_blocks": 0}, {"dtype": "int3"}):
         with pytest.raises(InvalidInput):
             AsyncLLM(str(good), **options)

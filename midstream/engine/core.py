@@ -86,7 +86,7 @@ class EngineCore:
         self._jobs: dict[int, Callable[[Done], None]] = {}
         self._once_paused: dict[Any, Callable[[], None]] = {}
         self._is_checked = True
-        self._log: IO[str] | None = open(config.step_log, "a") if config.step_log else None  # noqa: SIM115
+        self._log = _open_log(config.step_log)
         session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests)
         self.updates = WeightUpdates(self, session)
         self.pauses = Pauses(self)
@@ -440,3 +440,9 @@ class EngineCore:
             with contextlib.suppress(OSError):  # a full disk must not stop the engine
                 self._log.write(json.dumps(entry) + "\n")
 
+
+def _open_log(path: str | None) -> IO[str] | None:
+    try:
+        return open(path, "a") if path else None
+    except OSError as error:
+        raise InvalidInput(f"step_log {path!r} cannot be written: {error.strerror}") from error

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from midstream.config import EngineConfig
-from midstream.errors import MidstreamError, to_wire
+from midstream.errors import InvalidInput, MidstreamError, to_wire
 from midstream.types import RequestIncrement, SamplingParams
 
 _IDLE_POLL_MS = 1000
@@ -176,7 +176,10 @@ def main(address: str) -> None:
 
 
 def _serve(socket: zmq.Socket[bytes]) -> None:
-    start = to_core_decoder.decode(socket.recv())
+    try:
+        start = to_core_decoder.decode(socket.recv())
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"an engine option has a wrong type: {error}") from error
     assert isinstance(start, Start)
     sys.path.extend(p for p in start.path if p not in sys.path)
     import torch

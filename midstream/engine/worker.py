@@ -52,7 +52,10 @@ class Worker:
         checkpoint = open_checkpoint(config.model)
         self.model_config = checkpoint.config
         self.dtype = resolve_dtype(config.dtype, checkpoint.config)
-        self.device = torch.device(config.device)
+        try:
+            self.device = torch.empty(0, device=config.device).device
+        except (RuntimeError, AssertionError) as error:
+            raise InvalidInput(f"device {config.device!r} cannot be used here: {error}") from error
         longest = min(checkpoint.config.max_position_embeddings, _DEFAULT_MAX_LEN)
         if config.max_model_len is not None and config.max_model_len > checkpoint.config.max_position_embeddings:
             raise InvalidInput(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from midstream.config import check_types
 from midstream.errors import InvalidInput
 
 
@@ -87,6 +87,7 @@ class TrainConfig:
     """Any one call of a weight update."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         positive = (
             "steps groups_per_step samples_per_group max_tokens max_num_seqs max_micro_batch_tokens "
             "lr max_grad_norm tis_cap reward_timeout_s group_timeout_s step_timeout_s update_timeout_s"
@@ -113,20 +114,24 @@ class TrainConfig:
                 f"samples_per_group {self.samples_per_group} must not exceed max_num_seqs {self.max_num_seqs}: a "
                 "group is admitted whole"
             )
+        if self.samples_per_group < 2 and self.dynamic_sampling:
+            raise InvalidInput(
+                "samples_per_group must be at least 2: with one sample all rewards of a group are equal, and "
+                "dynamic_sampling would look for a useful group for ever"
+            )
         if self.sequence_mask is not None:
-            bounds = tuple(self.sequence_mask)
-            if len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
-                raise InvalidInput(f"sequence_mask must be (low, high) with 0 < low < 1 < high, got {bounds}")
-            object.__setattr__(self, "sequence_mask", bounds)
+            bounds = self.sequence_mask
+            numbers = isinstance(bounds, (list, tuple)) and all(isinstance(b, (int, float)) for b in bounds)
+            if not numbers or len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
+                raise InvalidInput(f"sequence_mask must be (low, high) with 0 < low < 1 < high, got {bounds!r}")
+            object.__setattr__(self, "sequence_mask", tuple(bounds))
         if self.sync and self.max_staleness:
             object.__setattr__(self, "max_staleness", 0)
 
     def _number(self, name: str, accept: Any, rule: str) -> None:
         value = getattr(self, name)
-        whole = TrainConfig.__dataclass_fields__[name].type == "int"
-        kind = int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not accept(value):
-            raise InvalidInput(f"{name} must be {'a whole number' if whole else 'a number'}, {rule}; got {value!r}")
+        if not accept(value):
+            raise InvalidInput(f"{name} must be {rule}, got {value!r}")
 
     @property
     def rollouts_per_step(self) -> int:
@@ -152,7 +157,7 @@ class TrainConfig:
             values = tomllib.loads(path.read_text())
         except OSError as error:
             raise InvalidInput(f"recipe {path} cannot be read: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InvalidInput(f"recipe {path} is not valid TOML: {error}") from error
         values |= {name: value for name, value in overrides.items() if value is not None}
         given = {name for name, value in overrides.items() if value is not None}

@@ -332,7 +332,12 @@ def make_task(spec: str, tokenizer: Tokenizer, seed: int, options: Mapping[str, 
         inspect.signature(make).bind(*args, **(options or {}))
     except TypeError as error:
         raise InvalidInput(f"task {spec!r} does not take the options {dict(options or {})}: {error}") from error
-    return make(*args, **(options or {}))
+    try:
+        return make(*args, **(options or {}))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"task {spec!r} cannot be made with the options {dict(options or {})}: {error}") from error
 
 
 def _function_of_file(path: Path, name: str) -> Callable[..., Task]:

@@ -384,4 +384,5 @@ class AsyncLLM:
         for future in [*self._calls.values(), self._started]:
             if future is not None and not future.done():
                 future.set_exception(self._dead)
+                future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
 

@@ -126,7 +126,15 @@ def test_check_exact_of_any_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--set", "colour=1"], "unknown key(s) in the recipe: colour"),
         (["train", "--set", "lr"], "--set takes NAME=VALUE"),
         (["train", "--set", "lr=-1"], "lr must be"),
+        (["train", "--set", "samples_per_group=1"], "samples_per_group must be at least 2"),
+        (["train", "--set", "task_options=5"], "task_options must be dict"),
+        (["train", "--set", "sync=maybe"], "sync must be bool"),
+        (["train", "--set", "sequence_mask=5"], "sequence_mask must be"),
+        (["train", "--set", "task=5"], "task must be str"),
+        (["train", "--set", "steps=1e400"], "steps must be int"),
+        (["train", "--set", "steps=1" + "0" * 400], "steps must be int"),
         (["train", "--recipe", "none.toml"], "recipe none.toml cannot be read"),
+        (["check", "exact", "--model", "nowhere", "--prompts", "0"], "--prompts must be at least 1"),
         (["check", "exact", "--run", "nowhere"], "has no rollouts.jsonl"),
         (["check", "exact", "--model", "nowhere"], "no model at nowhere"),
     ],
@@ -138,6 +146,16 @@ def test_bad_input_gets_one_line(
     assert main([*arguments, *extra]) == 1
     error = capfd.readouterr().err
     assert error.startswith("midstream: ") and said in error and "Traceback" not in error
+
+
+def test_an_output_that_cannot_be_written_gets_one_line(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["train", "--out", str(out)]) == 1
+        error = capfd.readouterr().err
+        assert error.startswith("midstream: ") and "Traceback" not in error
 
 
 def test_an_output_directory_in_use_is_not_overwritten(run: pathlib.Path) -> None:
