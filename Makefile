@@ -70,7 +70,6 @@ loc: ## count the lines against the budgets
 	@if [ -x $(PY) ]; then $(PY) bench/loc.py; else $(PYTHON) bench/loc.py; fi
 
 .PHONY: clean
-clean: ## remove caches and compiled kernels (not .venv, not runs)
+clean: ## remove caches (not .venv, not runs, not the kernels in the user's cache folder)
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache $(VENV)/.kernels
 	find midstream tests bench examples -name __pycache__ -prune -exec rm -rf {} +
-	find midstream -name '*.so' -delete

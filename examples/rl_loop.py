@@ -25,7 +25,7 @@ from midstream.rl.rollout import EngineThread
 from midstream.rl.sync import open_transfer
 
 MODEL = str(Path(midstream.__file__).parent / "rl" / "models" / "reverse")
-STEPS, GROUPS, SAMPLES, IN_FLIGHT = 40, 8, 16, 12  # 8 x 16 rollouts a step; 12 groups always in flight
+STEPS, GROUPS, SAMPLES, AHEAD = 40, 4, 8, 12  # 4 x 8 rollouts a step; 12 groups launched and not yet trained on
 CLIP_LOW, CLIP_HIGH, TIS_CAP, LR = 0.2, 0.28, 2.0, 1e-4
 
 
@@ -38,7 +38,7 @@ def main(steps: int = STEPS) -> None:
     torch.set_num_threads(1)
     rng = random.Random(0)
     loop = EngineThread()  # an asyncio loop in a thread: generation goes on beside the optimizer
-    llm = AsyncLLM(model=MODEL, max_num_seqs=64, num_threads=1)
+    llm = AsyncLLM(model=MODEL, max_num_seqs=16, num_threads=1)
     loop.run(llm.start(), 120, "starting the engine")
     policy = Policy(MODEL)  # fp32 masters; its forward is the engine's own code
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
@@ -58,7 +58,7 @@ def main(steps: int = STEPS) -> None:
     def launch() -> None:
         loop.submit(rollout(*problem(rng), seed=rng.getrandbits(62)))
 
-    for _ in range(IN_FLIGHT):
+    for _ in range(AHEAD):
         launch()
     for step in range(steps):
         # Dynamic sampling: a group whose rewards are all equal teaches nothing; take another.

@@ -130,6 +130,8 @@ def _train_config(a: argparse.Namespace) -> TrainConfig:
 
 
 def _train(a: argparse.Namespace) -> int:
+    from midstream.models.loader import open_checkpoint
+
     config = _train_config(a)
     if a.dry_run:
         from midstream.rl.dry_run import describe
@@ -140,11 +142,26 @@ def _train(a: argparse.Namespace) -> int:
     if (out / "metrics.jsonl").exists():
         if not a.force:
             raise InvalidInput(f"{out} holds another run; give another --out, or --force to replace it")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+        if a.resume and Path(a.resume).resolve().is_relative_to(out.resolve()):
+            raise InvalidInput(f"--force would replace {out}, where --resume points to; give another --out")
+        open_checkpoint(config.model)  # what cannot be loaded must not cost the old run
     from midstream.rl.report import draw
 
-    summary = run_training(config, out, resume=a.resume, check=not a.no_check)
+    aside = out.with_name(f".{out.name}.replaced-{os.getpid()}")
+    is_replacing = (out / "metrics.jsonl").exists()
+    if is_replacing:
+        os.replace(out, aside)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        summary = run_training(config, out, resume=a.resume, check=not a.no_check)
+    except BaseException:
+        if is_replacing and not (out / "metrics.jsonl").exists():  # it never came to a first step: the old run stays
+            shutil.rmtree(out, ignore_errors=True)
+            os.replace(aside, out)
+        raise
+    finally:
+        if is_replacing:
+            shutil.rmtree(aside, ignore_errors=True)
     draw(out)
     _print_summary(summary, config, out)
     checked = summary.get("exact_tokens")
@@ -155,6 +172,7 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     """Engine process, trainer in this one, until the last step; returns the summary. See ``rl.trainer``."""
     import torch
 
+    from midstream.ops.numerics import difference, fingerprint
     from midstream.rl.env import make_task
     from midstream.rl.exact import check_run
     from midstream.rl.policy import Policy
@@ -182,6 +200,8 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
         print(f"engine: starting {config.model} …", flush=True)
         status = engine.run(llm.start(), config.step_timeout_s, "starting the engine")
         policy = Policy(config.model, config.dtype, llm.config.block_size)
+        if gap := difference(fingerprint(policy.dtype, policy.block_size), status["fingerprint"]):
+            print(f"exact: no (trainer and engine compute differently: {gap})", flush=True)
         task = make_task(config.task, TaskText(llm.text, policy.config.eos_token_ids), config.seed, config.task_options)
         transfer = open_transfer("ipc", llm, engine, policy.source(), timeout_s=config.update_timeout_s)
         if config.keep_versions:
@@ -332,7 +352,7 @@ def _check_model(a: argparse.Namespace) -> int:
     params = SamplingParams(n=4, max_tokens=a.max_tokens, seed=1, ignore_eos=True, detokenize=False)
     options = {"dtype": a.dtype, "max_model_len": min(config.max_position_embeddings, 2048)}
     first: list[Sample] | None = None
-    failed = False
+    failed, dtype = False, a.dtype
     for name, outputs, llm in sample_varied(a.model, prompts, params, options):
         samples = [
             Sample(
@@ -342,19 +362,20 @@ def _check_model(a: argparse.Namespace) -> int:
                 bits=[as_bits(p) for p in c.processed_logprobs],
                 spans=[(s.number, s.start, s.end) for s in c.weight_versions],
                 params=params,
-                kv_kept=c.kv_versions is not None,
+                kv_versions=c.kv_versions,
             )
             for i, output in enumerate(outputs)
             for c in output.outputs
         ]
         worker = llm.core.worker
+        dtype = worker.fingerprint["dtype"]
         report = ExactReport(tokens=sum(len(s.output) for s in samples))
         check_version(report, worker.runner.model, worker.weights, samples, 0, llm.config.block_size)
         first = first or samples
         same = [(s.output, s.bits) for s in samples] == [(s.output, s.bits) for s in first]
         print(f"{name:22} {report.describe()}{'' if same else '; DIFFERS from the first circumstance'}", flush=True)
         failed |= not same or not report.is_exact
-    print("exact: no" if failed else f"exact: yes ({options['dtype']}, every circumstance, every token)")
+    print("exact: no" if failed else f"exact: yes ({dtype}, every circumstance, every token)")
     return 1 if failed else 0
 
 

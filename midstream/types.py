@@ -7,9 +7,8 @@ V vocabulary, B blocks, S block size, R requests (or rows).
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from midstream.errors import InvalidInput
@@ -164,7 +163,13 @@ class SamplingParams:
     """One output at the end instead of a stream of increments."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        ids: Any = self.stop_token_ids
+        if not isinstance(ids, (list, tuple, set, frozenset)):
+            raise InvalidInput(f"stop_token_ids must be a list of ids, got {ids!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.type == "bool"):
+            if not isinstance(value, bool):
+                raise InvalidInput(f"{name} must be true or false, got {value!r}")
         stop: Any = self.stop
         if stop is not None and not isinstance(stop, (str, list, tuple)):
             raise InvalidInput(f"stop must be a text or a list of texts, got {stop!r}")
@@ -172,7 +177,7 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
                 raise InvalidInput(f"{name} must be a finite number, got {value!r}")
         if self.temperature < 0:
             raise InvalidInput(f"temperature must be >= 0, got {self.temperature}")

@@ -327,3 +327,14 @@ def test_an_empty_completion_takes_no_place_among_the_logprobs(tmp_path: pathlib
     policy = Policy(write_checkpoint(tmp_path / "m", "llama"))
     wanted = policy.logprobs([(PROMPT, [[8, 9]]), ([5, 6], [[4, 3]])], BASE)
     assert torch.equal(policy.logprobs([(PROMPT, [[], [8, 9]]), ([5, 6], [[4, 3], []])], BASE), wanted)
+
+
+def test_tokens_on_kept_kv_are_told_apart_by_the_context_they_saw() -> None:
+    from midstream.rl.exact import Sample
+
+    sample = Sample("s", [1] * 100, [2, 3, 4], [0, 0, 0], [(1, 0, 3)], SamplingParams(), [(0, 0, 96), (1, 96, 103)])
+    assert not any(sample.is_checkable(i, 1) for i in range(3))  # the prompt's KV is of another version
+    kept = [(0, 0, 11), (1, 11, 12)]
+    sample = Sample("s", [1] * 10, [2, 3, 4], [0, 0, 0], [(0, 0, 2), (1, 2, 3)], SamplingParams(), kept)
+    assert [sample.is_checkable(i, n) for i, n in ((0, 0), (1, 0), (2, 1))] == [True, True, False]
+    assert Sample("s", [1], [2], [0], [(4, 0, 1)], SamplingParams()).is_checkable(0, 4)

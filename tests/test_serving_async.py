@@ -599,3 +599,29 @@ def test_a_text_that_can_not_be_shown_ends_its_stream_alone(model: pathlib.Path)
                     pass
 
     run(body())
+
+
+def test_values_of_a_wrong_type_are_refused_and_harm_nobody(model: pathlib.Path) -> None:
+    async def body() -> None:
+        async with engine(model) as llm:
+            running = asyncio.create_task(collect(llm, [5, 6], LONG))
+            for wrong in (None, 5):
+                with pytest.raises(InvalidInput):
+                    await llm.abort(wrong)  # type: ignore[arg-type]
+            for options in ({"cache_salt": None}, {"request_id": 5}, {"priority": "high"}):
+                with pytest.raises(InvalidInput):
+                    await anext(llm.generate([5, 6], SHORT, **options))
+            with pytest.raises(InvalidInput):
+                await anext(llm.generate([5, 6], {"max_tokens": 3}))  # type: ignore[arg-type]
+            with pytest.raises(MidstreamError):
+                await llm.update_weights({"update_info": {"update": [[]], "names": 5}})
+            assert (await asyncio.wait_for(running, 20)).finished
+        with pytest.raises(EngineDead):
+            await llm.start()
+
+    for values in ({"ignore_eos": 1}, {"detokenize": "yes"}, {"final_only": None}, {"stop_token_ids": 5}):
+        with pytest.raises(InvalidInput):
+            SamplingParams(**values)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput):
+        SamplingParams(temperature=10**400)
+    run(body())

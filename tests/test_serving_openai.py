@@ -171,7 +171,8 @@ def test_a_stream_adds_up_to_the_document(server: Served, path: str) -> None:
             == wanted["weight_versions"]
             == [{"version": "0", "number": 0, "start": 0, "end": 9}]
         )
-        assert [("weight_versions" in p) for p in parts if p.get("token_ids")] == [True] + [False] * 7 + [True]
+        said = [("weight_versions" in p) for p in parts if p.get("token_ids")]  # two steps may share a chunk
+        assert said[0] and said[-1] and not any(said[1:-1])
         if path == "/v1/chat/completions":
             assert parts[0]["delta"] == {"role": "assistant", "content": ""}
             assert "".join(p["delta"]["content"] for p in parts) == wanted["message"]["content"]

@@ -193,6 +193,9 @@ class EngineCore:
             handler(op, **arguments)
         except MidstreamError as error:
             self.fail(op, error)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:  # an argument of a shape no handler expects
+            traceback.print_exc()
+            self.fail(op, InvalidInput(f"{verb}: {type(error).__name__}: {error}"))
 
     @property
     def session(self) -> UpdateSession:

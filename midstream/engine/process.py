@@ -154,7 +154,8 @@ def _end_with_parent(address: str) -> None:
 
 def main(address: str) -> None:
     """The child. Ends on Shutdown, when the parent is gone, or after an error, which it reports first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it shuts this process down in order
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole group: the parent ends this process in order
     threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
     sys.setswitchinterval(0.0005)  # staging must not hold up a step for Python's default 5 ms
     context = zmq.Context()
@@ -197,7 +198,11 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     refused: list[tuple[str, dict[str, Any]]] = []
     while True:
         while socket.poll(0):
-            message = to_core_decoder.decode(socket.recv())
+            try:
+                message = to_core_decoder.decode(socket.recv())
+            except msgspec.DecodeError as error:  # the front end checks what it sends: say so, and serve the others
+                print(f"midstream: a message to the core was dropped: {error}", file=sys.stderr, flush=True)
+                continue
             match message:
                 case Add():
                     try:

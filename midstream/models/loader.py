@@ -31,10 +31,6 @@ class Checkpoint:
     stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """Every tensor of the files under its checkpoint name, unchecked."""
 
-    @property
-    def is_gguf(self) -> bool:
-        return self.path.is_file()
-
 
 def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     """A safetensors directory or a GGUF file, without reading a weight. Raises ModelLoadError, naming what is wrong."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from midstream.errors import MidstreamError
 from midstream.types import SampledToken, SamplingParams, mix64
 
 _COLDEST = 1e-6
@@ -142,6 +143,8 @@ def sample(
     if not plain:
         greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
         ids = torch.where(greedy, chosen_from.argmax(-1), ids)
+    if not bool(torch.isfinite(raw.amax(-1)).all()):
+        raise MidstreamError("the logits are not finite: the weights hold NaN or infinity; send good ones")
     column = ids[:, None]
     raw_values = raw.gather(-1, column).squeeze(-1).tolist()
     values = raw_values

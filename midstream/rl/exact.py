@@ -41,7 +41,13 @@ class Sample:
     bits: list[int]
     spans: list[tuple[int, int, int]]
     params: SamplingParams
-    kv_kept: bool
+    kv_versions: list[tuple[int, int, int]] | None = None
+    """What the engine reported where KV was kept across an update: (version, start, end) over prompt + output."""
+
+    def is_checkable(self, index: int, number: int) -> bool:
+        """All KV that output token ``index`` was sampled on is of version ``number``, which made it."""
+        context = len(self.prompt) + index
+        return all(v == number for v, start, _ in self.kv_versions or () if start < context)
 
 
 @dataclass(slots=True)
@@ -60,7 +66,7 @@ class ExactReport:
 
     @property
     def is_exact(self) -> bool:
-        return not self.wrong and not self.reason
+        return not self.wrong and not self.reason and 0 < self.tokens == self.exact + self.kv_kept
 
     def describe(self) -> str:
         checked = self.tokens - self.kv_kept
@@ -88,13 +94,18 @@ def check_run(
     if not (run / "rollouts.jsonl").is_file():
         raise InvalidInput(f"{run} has no rollouts.jsonl: give the directory of a finished run")
     if not (run / "versions" / "config.json").is_file():
-        raise InvalidInput(f"{run} kept no versions: train with --keep-versions (the tiny model does) to check it")
-    config = ModelConfig.from_hf(json.loads((run / "versions" / "config.json").read_text()))
-    engine = json.loads((run / "versions" / "engine.json").read_text())
-    samples = _read_samples(run / "rollouts.jsonl")
+        raise InvalidInput(f"{run} kept no versions: train with --set keep_versions=true (as the quick start does)")
+    try:
+        config = ModelConfig.from_hf(json.loads((run / "versions" / "config.json").read_text()))
+        engine = json.loads((run / "versions" / "engine.json").read_text())
+        samples = _read_samples(run / "rollouts.jsonl")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(f"{run} is not a whole run: {type(error).__name__}: {error}") from error
+    if not samples:
+        raise InvalidInput(f"{run} has no sampled token in rollouts.jsonl: there is nothing to check")
     if flip == "logprob":
         samples = _flip_logprob(samples)
-    files = {int(p.stem): p for p in sorted((run / "versions").glob("*.safetensors"))}
+    files = {int(p.stem): p for p in (run / "versions").glob("*.safetensors") if p.stem.isdigit()}
     needed = sorted({number for sample in samples for number, _, _ in sample.spans})
     report = ExactReport(tokens=sum(len(s.output) for s in samples))
     missing = [number for number in needed if number not in files]
@@ -134,19 +145,19 @@ def check_version(
         bits = found.view(torch.int32).tolist()
         at = 0
         for sample, start, end in batch:
-            if sample.kv_kept and number != sample.spans[0][0]:
-                report.kv_kept += end - start
-            else:
-                for i in range(start, end):
-                    if bits[at + i] & 0xFFFFFFFF == sample.bits[i]:
-                        report.exact += 1
-                        continue
-                    stored, computed = as_float(sample.bits[i]), as_float(bits[at + i] & 0xFFFFFFFF)
-                    report.max_gap = max(report.max_gap, abs(stored - computed))
-                    report.wrong.append(
-                        f"{sample.name}, token {i} (id {sample.output[i]}), version {number}: "
-                        f"stored {stored!r}, recomputed {computed!r}"
-                    )
+            for i in range(start, end):
+                if not sample.is_checkable(i, number):
+                    report.kv_kept += 1
+                    continue
+                if bits[at + i] & 0xFFFFFFFF == sample.bits[i]:
+                    report.exact += 1
+                    continue
+                stored, computed = as_float(sample.bits[i]), as_float(bits[at + i] & 0xFFFFFFFF)
+                report.max_gap = max(report.max_gap, abs(stored - computed))
+                report.wrong.append(
+                    f"{sample.name}, token {i} (id {sample.output[i]}), version {number}: "
+                    f"stored {stored!r}, recomputed {computed!r}"
+                )
             at += end
 
 
@@ -198,9 +209,13 @@ def _read_samples(path: Path) -> list[Sample]:
                     bits=[int(text[i : i + 8], 16) for i in range(0, len(text), 8)],
                     spans=[(n, start, end) for n, start, end in data["spans"]],
                     params=params,
-                    kv_kept=data["kv_versions"] is not None,
+                    kv_versions=data["kv_versions"],
                 )
             )
+            edges = [0, *(end for _, _, end in samples[-1].spans)]
+            covered = [start for _, start, _ in samples[-1].spans] == edges[:-1] and edges[-1] == len(data["output"])
+            if not covered or len(samples[-1].bits) != len(data["output"]):
+                raise ValueError(f"{samples[-1].name}: not every token has a logprob and a version")
     return samples
 
 

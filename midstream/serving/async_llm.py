@@ -82,6 +82,7 @@ class AsyncLLM:
 
     async def start(self, timeout_s: float = _START_TIMEOUT_S) -> dict[str, Any]:
         """Start the core and wait until it serves; its first status. Raises what kept it from starting."""
+        self._check_alive()
         if self._started is None:
             loop = asyncio.get_running_loop()
             self._started = loop.create_future()
@@ -147,6 +148,11 @@ class AsyncLLM:
         InvalidInput or EngineDead.
         """
         params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidInput(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        _check_text(request_id=request_id or "", cache_salt=cache_salt)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidInput(f"priority must be an integer, got {priority!r}")
         await self.start()
         self._check_alive()
         needs_text = params.detokenize or params.structured_outputs is not None or isinstance(prompt, (str, dict))
@@ -198,6 +204,7 @@ class AsyncLLM:
         self._check_alive()
 
     async def abort(self, request_id: str) -> None:
+        _check_text(request_id=request_id)
         self._send(Abort([request_id]))
 
     # -- verbs -------------------------------------------------------------------------------------------------
@@ -386,3 +393,8 @@ class AsyncLLM:
                 future.set_exception(self._dead)
                 future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
 
+
+def _check_text(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise InvalidInput(f"{name} must be a text, got {value!r}")

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 class EngineClient(Protocol):
-    """Generation, pause and the weight verbs; every call is bounded and fails with one of midstream.errors.
+    """Generation, pause and the weight verbs, each failing with one of midstream.errors.
+
+    Every verb is bounded, a wait pause by its timeout_s.
 
     Implemented by ``AsyncLLM`` and ``HTTPClient``. Names and meaning are vLLM's where it has them.
     """

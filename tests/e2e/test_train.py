@@ -183,3 +183,36 @@ def test_the_examples_of_readme_and_the_loop_run(capsys: pytest.CaptureFixture[s
     rl_loop.main(steps=2)
     assert "version 2" in capsys.readouterr().out
     sys.modules.pop("rl_loop")
+
+
+def test_force_keeps_the_old_run_until_the_new_one_stands(
+    run: pathlib.Path, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    before = sorted(p.relative_to(copy) for p in copy.rglob("*"))
+    resume = ["--resume", str(copy / "checkpoints" / "step-000008")]
+    broken = tmp_path / "broken.py"
+    broken.write_text("def make_task(tokenizer, seed):\n    raise ValueError('no')\n")
+    for arguments in ([*resume], ["--model", "nowhere", "--task", "reverse"], ["--task", f"{broken}:make_task"]):
+        assert main(["train", "--out", str(copy), "--force", *arguments]) == 1
+        assert capfd.readouterr().err.startswith("midstream: ")
+        assert sorted(p.relative_to(copy) for p in copy.rglob("*")) == before
+        assert list(tmp_path.glob(".run*")) == []
+    train(copy, "--steps", "1", "--force")
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_tokens_without_a_version_are_not_passed_over(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    whole = (copy / "rollouts.jsonl").read_text()
+    lines = whole.splitlines()
+    for damaged in (
+        "\n".join([json.dumps({**json.loads(lines[0]), "spans": []}), *lines[1:]]),
+        whole[: len(whole) // 2],
+        "",
+    ):
+        (copy / "rollouts.jsonl").write_text(damaged)
+        with pytest.raises(InvalidInput):
+            check_run(copy)
