@@ -7,6 +7,7 @@ V vocabulary, B blocks, S block size, R requests (or rows).
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -21,6 +22,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 MAX_SEED = (1 << 63) - 1
+_FLOAT_MAX = sys.float_info.max
 MAX_N = 1024
 """Most samples of one prompt."""
 _U64 = (1 << 64) - 1
@@ -177,7 +179,7 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FLOAT_MAX:
                 raise InvalidInput(f"{name} must be a finite number, got {value!r}")
         if self.temperature < 0:
             raise InvalidInput(f"temperature must be >= 0, got {self.temperature}")
