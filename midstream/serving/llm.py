@@ -117,10 +117,6 @@ class LLM:
         prompts = [self.text.apply_chat_template(c, **template_kwargs) for c in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: list[dict[str, str]], **kwargs: Any) -> dict[str, list[int]]:
-        """Messages → a prompt for :meth:`generate`, by the model's chat template."""
-        return {"prompt_token_ids": self.text.apply_chat_template(messages, **kwargs)}
-
     def pause_generation(
         self,
         mode: PauseMode = "abort",
