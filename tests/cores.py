@@ -239,7 +239,7 @@ class Teacher:
         worker = driver.core.worker
         self.config, self.dtype = worker.model_config, worker.dtype
         self.block_size = driver.config.block_size
-        self.model = Llama(self.config, self.dtype)
+        self.model = Llama(self.config)
         self.versions = versions
 
     def check(self, outputs: list[RequestOutput], params: SamplingParams, at_once: int = 32) -> int:

@@ -68,7 +68,7 @@ def their_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 def our_logits(path: pathlib.Path, ids: list[int]) -> torch.Tensor:
     checkpoint = open_checkpoint(path)
     c, size = checkpoint.config, 16
-    model = Llama(c, torch.float32)
+    model = Llama(c)
     weights = assemble(c, dict(load_weights(checkpoint, torch.float32)))
     blocks = -(-len(ids) // size)
     keys, values = (

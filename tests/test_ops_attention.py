@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from midstream.ops import attention, reference
-from midstream.ops.attention import AttentionMetadata, PagedAttention
+from midstream.ops.attention import AttentionMetadata, PagedAttention, Placement
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -223,22 +223,17 @@ def test_gradients_are_those_of_the_dense_definition(dtype: torch.dtype, forced_
 
     wanted = gradients({n: dense(Item(leaves[n][0], context(n, 1), context(n, 2))) for n in spans})
 
-    def blocks(x: torch.Tensor) -> torch.Tensor:  # [n, K, F] → [blocks, S, K, F]
-        padded = torch.cat((x, x.new_zeros(-len(x) % size, kv_heads, dim)))
-        return padded.view(-1, size, kv_heads, dim)
-
-    parts: list[list[torch.Tensor]] = [[], []]
+    starts = dict(zip(spans, itertools.accumulate((n for n, _ in spans.values()), initial=0), strict=False))
+    slots, tokens, at = [], [], 0
     tables: dict[str, list[int]] = {}
-    at = 0
-    for name in spans:
-        own = [context(name, which)[16 * (name in "ab") :] for which in (1, 2)]
-        for part, x in zip(parts, own, strict=True):
-            part.append(blocks(x))
-        count = -(-len(own[0]) // size)
+    for name, (n, _) in spans.items():
+        own = [starts["prompt"] + i for i in range(16, 20)] * (name in "ab") + [starts[name] + i for i in range(n)]
+        count = -(-len(own) // size)
         tables[name] = ([0] if name in "ab" else []) + list(range(at, at + count))
+        slots += range(at * size, at * size + len(own))
+        tokens += own
         at += count
-    keys = torch.cat(parts[0]).permute(0, 2, 3, 1).contiguous()
-    values = torch.cat(parts[1]).permute(0, 2, 1, 3).contiguous()
+    placement = Placement(torch.tensor(slots), torch.tensor(tokens), at, size)
     width = max(map(len, tables.values()))
     meta = AttentionMetadata(
         block_tables=torch.tensor([tables[n] + [0] * (width - len(tables[n])) for n in spans], dtype=torch.int32),
@@ -248,8 +243,8 @@ def test_gradients_are_those_of_the_dense_definition(dtype: torch.dtype, forced_
         seq_lens=torch.tensor([length for _, length in spans.values()], dtype=torch.int32),
         max_seqlen_q=20,
     )
-    q = torch.cat([leaves[n][0] for n in spans])
-    out = PagedAttention.apply(q, keys, values, meta, dim**-0.5)
+    q, k, v = (torch.cat([leaves[n][which] for n in spans]) for which in range(3))
+    out = PagedAttention.apply(q, k, v, placement, meta, dim**-0.5)
     found = gradients(dict(zip(spans, out.split([n for n, _ in spans.values()]), strict=True)))
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
     for ours, theirs in zip(found, wanted, strict=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from midstream.ops import sampling
+from midstream.ops import cpu, sampling
 from midstream.ops.sampling import (
     draw,
     processed_logits,
@@ -135,7 +137,7 @@ def test_greedy_takes_the_argmax_with_processed_logprob_zero_also_in_a_mixed_bat
         if params[i].temperature == 0:
             assert token.token_id == int(logits[i].argmax())
             assert token.processed_logprob == 0
-            assert token.raw_logprob == float(torch.log_softmax(logits, -1)[i, token.token_id])
+            assert token.raw_logprob == float(token_logprobs(logits[i : i + 1], torch.tensor([token.token_id])))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.6, 1.0, 1.5])
@@ -170,7 +172,8 @@ def test_case_099_processed_logprobs_sum_to_one_over_the_kept_ids(options: dict)
 
 def test_case_101_a_logprob_belongs_to_the_sampled_token_whatever_its_rank() -> None:
     logits = logits_of(11, 1000, 64)
-    raw = torch.log_softmax(logits, -1)
+    raw = torch.stack([token_logprobs(logits, torch.full((1000,), i)) for i in range(64)], 1)
+    assert torch.allclose(raw, torch.log_softmax(logits, -1), atol=1e-6)
     drawn = sample(logits, [SamplingParams(temperature=2, logprobs=5)] * 1000, range(1000), range(1000))
     assert any(t.rank > 5 for t in drawn)
     for row, token in zip(raw, drawn, strict=True):
@@ -232,3 +235,105 @@ def test_prompt_logprobs_are_those_of_the_targets() -> None:
         assert len(top) == 4 and top[0][0] == int(logits[i].argmax())
     assert all(top == [] for _, _, top in prompt_logprobs(logits, targets, 0))
     assert sampling.prompt_logprobs(logits[:0], targets[:0], 1) == []
+
+
+# -- the kernels against the definition ----------------------------------------------------------------------------------
+
+kernels = pytest.mark.skipif(cpu.library() is None, reason="the kernels are switched off, or there is no compiler")
+
+
+def every_kind(count: int) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            temperature=(1.0, 0.0, 0.7, 1.3)[i % 4],
+            top_k=(0, 0, 5, 20, 3000)[i // 4 % 5],
+            top_p=(1.0, 0.9, 0.3)[i % 3],
+            min_p=0.05 if i % 5 == 0 else 0.0,
+            logprobs=(None, 0, 1, 5, 20)[i % 5],
+            logprobs_mode="processed_logprobs" if i % 2 else "raw_logprobs",
+            return_sampling_mask=i % 3 != 0,
+        )
+        for i in range(count)
+    ]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [33, 320, 1024, 5000, 49152])
+def test_the_kernels_draw_what_the_definition_draws(vocab: int, dtype: torch.dtype, monkeypatch) -> None:
+    logits = (torch.randn(60, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(dtype)
+    logits[7] = 0.25  # all tokens tie
+    params, seeds, at = every_kind(60), range(60), [11] * 60
+    found = sample(logits, params, seeds, at)
+    report = token_logprobs(logits, torch.tensor([d.token_id for d in found])).tolist()
+    assert report == [d.raw_logprob for d in found]
+    ids = torch.tensor([d.token_id for d in found])
+    assert processed_logprobs(logits, ids, params).tolist() == [d.processed_logprob for d in found]
+    monkeypatch.setattr(cpu, "supports", lambda *_: False)
+    for i, (ours, wanted) in enumerate(zip(found, sample(logits, params, seeds, at), strict=True)):
+        assert (ours.token_id, ours.rank) == (wanted.token_id, wanted.rank), (i, params[i])
+        # The definition adds a whole vocabulary in fp32: at top-p's border it may be off by the last tokens of many.
+        assert len(set(ours.kept or ()) ^ set(wanted.kept or ())) <= vocab // 10_000, (i, params[i])
+        assert ours.raw_logprob == pytest.approx(wanted.raw_logprob, abs=2e-5)
+        assert ours.processed_logprob == pytest.approx(wanted.processed_logprob, abs=2e-5)
+        assert [t for t, _ in ours.top] == [t for t, _ in wanted.top]
+        assert [p for _, p in ours.top] == pytest.approx([p for _, p in wanted.top], abs=2e-5)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_case_104_a_draw_is_the_same_alone_in_a_batch_and_with_two_threads(dtype: torch.dtype) -> None:
+    logits = (torch.randn(40, 5000, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
+    params = every_kind(40)
+    whole = sample(logits, params, range(40), range(40))
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert sample(logits, params, range(40), range(40)) == whole
+        for i in range(40):
+            assert sample(logits[i : i + 1], params[i : i + 1], [i], [i]) == whole[i : i + 1]
+    torch.set_num_threads(before)
+
+
+@kernels
+def test_case_104_a_constrained_neighbour_changes_nobody_and_bf16_means_its_fp32_value() -> None:
+    """Rows bound by a grammar or a penalty go through fp32; the bits of a logprob do not depend on that."""
+    logits = (torch.randn(30, 3000, generator=torch.Generator().manual_seed(4)) * 3).bfloat16()
+    free = [replace(p, return_sampling_mask=False) for p in every_kind(30)]
+    assert sample(logits, free, range(30), range(30)) == sample(logits.float(), free, range(30), range(30))
+    bound = [replace(p, repetition_penalty=1.5) if i % 7 == 0 else p for i, p in enumerate(free)]
+    mixed = sample(logits, bound, range(30), range(30), [[1, 2, 3]] * 30)
+    alone = sample(logits, free, range(30), range(30))
+    assert [d for i, d in enumerate(mixed) if i % 7] == [d for i, d in enumerate(alone) if i % 7]
+    for i in range(0, 30, 7):
+        token = torch.tensor([mixed[i].token_id])
+        assert token_logprobs(logits[i : i + 1], token).item() == mixed[i].raw_logprob
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_logprob_is_that_of_the_definition(dtype: torch.dtype, monkeypatch) -> None:
+    logits = (torch.randn(12, 333, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
+    params = [SamplingParams(temperature=(1.0, 0.7)[i % 2], top_k=(0, 40)[i // 2 % 2]) for i in range(12)]
+    ids = logits.float().topk(3).indices[:, 2]
+    up = torch.linspace(-1, 1, 12)
+    grads = []
+    for fast in (True, False):
+        if not fast:
+            monkeypatch.setattr(cpu, "supports", lambda *_: False)
+        leaf = logits.clone().requires_grad_()
+        (processed_logprobs(leaf, ids, params) * up).sum().backward()
+        assert leaf.grad is not None and leaf.grad.dtype == dtype
+        grads.append(leaf.grad.float())
+    assert torch.allclose(*grads, atol=1e-6 if dtype is torch.float32 else 4e-3)
+
+
+@kernels
+def test_no_uniform_draws_a_token_without_probability() -> None:
+    """Also where rounding leaves the sum of a row short of what the uniform asks for."""
+    logits = torch.full((1, 4000), -torch.inf)
+    logits[0, [5, 1500, 2047]] = torch.tensor([0.0, -80.0, -90.0])
+    for u in (0.0, 0.5, 1 - 2.0**-24):
+        rows = np.zeros(1, cpu.ROW)
+        rows["temperature"], rows["top_p"], rows["log_min_p"], rows["uniform"] = 1, 1, -math.inf, u
+        assert cpu.sample(logits, logits, rows)[0]["token"][0] == 5

@@ -16,7 +16,7 @@ from cores import TINY, Driver, Teacher
 from midstream.errors import InvalidInput
 from midstream.models.packed import pack, sequence_logprobs
 from midstream.models.weights import assemble
-from midstream.ops.sampling import processed_logits, processed_logprobs, sample
+from midstream.ops.sampling import processed_logits, processed_logprobs, sample, token_logprobs
 from midstream.serving.llm import LLM
 from midstream.serving.varied import prompts_for, sample_varied
 from midstream.types import RequestOutput, RequestStatus, SamplingParams, StructuredOutputs
@@ -73,7 +73,7 @@ def test_repetition_penalty_divides_what_is_above_zero_and_multiplies_what_is_be
     greedy = SamplingParams(repetition_penalty=2.0, temperature=0, logprobs=0)
     (token,) = sample(row, [greedy], [1], [1], [[3]])
     assert (token.token_id, token.processed_logprob) == (0, 0.0)
-    assert token.raw_logprob == float(torch.log_softmax(row, -1)[0, 0]) and token.rank == 2
+    assert token.raw_logprob == float(token_logprobs(row, torch.tensor([0]))) and token.rank == 2
 
 
 def test_a_grammar_masks_first_and_the_processed_logprob_is_of_what_is_left() -> None:

@@ -62,7 +62,7 @@ class Worker:
                 f"max_model_len {config.max_model_len} exceeds the model's {checkpoint.config.max_position_embeddings}"
             )
         self.max_model_len = config.max_model_len or longest
-        model = Llama(checkpoint.config, self.dtype, self.device)
+        model = Llama(checkpoint.config, self.device)
         shapes = parameter_shapes(checkpoint.config)
         self.params = {name: ParamMeta(name, dtype_name(self.dtype), shape) for name, shape in shapes.items()}
         self.tied = {HEAD: EMBEDDING} if checkpoint.config.tie_word_embeddings else {}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from midstream.models.config import ModelConfig
 from midstream.models.weights import ModelWeights
-from midstream.ops.layers import linear, rms_norm, rope, silu_and_mul
+from midstream.ops.layers import Rope, add_rms_norm, linear, silu_and_mul, split_rope
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [T, H, F], k [T, K, F], v [T, K, F]) → [T, H, F]"""
@@ -23,42 +23,37 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Llama:
     """The decoder's arithmetic; holds no weights, only the config and the rotary tables made from it."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         self.config = config
         self.scale = 1.0 / math.sqrt(config.head_dim)
         angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), _frequencies(config))
-        self._cos = angles.cos().to(dtype).unsqueeze(1).to(device)  # [positions, 1, F/2]
-        self._sin = angles.sin().to(dtype).unsqueeze(1).to(device)
+        self._rope = Rope(
+            config.num_heads,
+            config.num_kv_heads,
+            angles.cos().to(device),
+            angles.sin().to(device),
+            config.rms_norm_eps,
+        )
 
     def forward(
         self, weights: ModelWeights, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """input_ids, positions [T] → final hidden states [T, D], normalised."""
-        c = self.config
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        cos, sin = self._cos[positions], self._sin[positions]
+        eps = self.config.rms_norm_eps
         x = F.embedding(input_ids, weights.embed)
+        y: torch.Tensor | None = None
         for i, layer in enumerate(weights.layers):
-            h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
+            x, h = add_rms_norm(x, y, layer.input_norm, eps)
             qkv = linear(h, layer.qkv, layer.qkv_bias)
-            if layer.q_norm is None or layer.k_norm is None:
-                qk, v = qkv.split((q_size + kv_size, kv_size), -1)
-                qk = rope(qk.view(-1, c.num_heads + c.num_kv_heads, c.head_dim), cos, sin)
-            else:
-                q, k, v = qkv.split((q_size, kv_size, kv_size), -1)
-                q = rms_norm(q.view(-1, c.num_heads, c.head_dim), layer.q_norm, c.rms_norm_eps)
-                k = rms_norm(k.view(-1, c.num_kv_heads, c.head_dim), layer.k_norm, c.rms_norm_eps)
-                qk = rope(torch.cat((q, k), 1), cos, sin)
-            q, k = qk.split((c.num_heads, c.num_kv_heads), 1)
-            y = attend(i, q, k, v.view(-1, c.num_kv_heads, c.head_dim))
-            x = x + linear(y.reshape(-1, q_size), layer.o, layer.o_bias)
-            h = rms_norm(x, layer.post_norm, c.rms_norm_eps)
-            x = x + linear(silu_and_mul(linear(h, layer.gate_up)), layer.down)
-        return rms_norm(x, weights.norm, c.rms_norm_eps)
+            q, k, v = split_rope(qkv, self._rope, positions, layer.q_norm, layer.k_norm)
+            y = linear(attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
+            x, h = add_rms_norm(x, y, layer.post_norm, eps)
+            y = linear(silu_and_mul(linear(h, layer.gate_up)), layer.down)
+        return add_rms_norm(x, y, weights.norm, eps)[1]
 
     def logits(self, weights: ModelWeights, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, D] → logits [R, V] in fp32."""
-        return linear(hidden, weights.head).float()
+        """hidden [R, D] → logits [R, V]."""
+        return linear(hidden, weights.head)
 
 
 def _frequencies(config: ModelConfig) -> torch.Tensor:

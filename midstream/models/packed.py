@@ -17,7 +17,7 @@ import torch
 from midstream.errors import InvalidInput
 from midstream.models.llama import Llama
 from midstream.models.weights import ModelWeights
-from midstream.ops.attention import AttentionMetadata, PagedAttention
+from midstream.ops.attention import AttentionMetadata, PagedAttention, Placement
 from midstream.ops.sampling import is_plain, processed_logprobs, token_logprobs
 from midstream.types import SamplingParams
 
@@ -32,13 +32,12 @@ _LOGIT_BYTES = 64 << 20
 class PackedBatch:
     """Prompts and completions in one flat row of tokens, for one forward.
 
-    input_ids, positions [T]; ``source`` [B * S]: which token's K and V stand in each slot of the blocks (T: none);
-    rows [N]: the token whose hidden state predicts each target; targets [N]: every completion token, in order.
+    input_ids, positions [T]; ``placement``: which token's K and V stand in which slot of which block; rows [N]: the token whose hidden state predicts each target; targets [N]: every completion token, in order.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    source: torch.Tensor
+    placement: Placement
     metadata: AttentionMetadata
     rows: torch.Tensor
     targets: torch.Tensor
@@ -83,11 +82,13 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
             rows += [last, *range(at, at + len(completion) - 1)][: len(completion)]  # an empty one has no target
             targets += completion
     width = max(map(len, tables))
-    nothing = len(ids)
+    slots = [b * block_size + i for b, tokens in enumerate(blocks) for i in range(len(tokens))]
     return PackedBatch(
         input_ids=torch.tensor(ids),
         positions=torch.tensor(positions),
-        source=torch.tensor([i for b in blocks for i in b + [nothing] * (block_size - len(b))]),
+        placement=Placement(
+            torch.tensor(slots), torch.tensor(list(itertools.chain(*blocks))), len(blocks), block_size
+        ),
         metadata=AttentionMetadata(
             block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
             cu_seqlens_q=torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32),
@@ -109,16 +110,9 @@ def sequence_logprobs(
     """
     if params.repetition_penalty != 1 or params.structured_outputs is not None:
         raise InvalidInput("logprobs of whole sequences: repetition_penalty must be 1 and structured_outputs None")
-    size = block_size
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        def blocks(x: torch.Tensor) -> torch.Tensor:  # [T, K, F] → [B, S, K, F]
-            padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
-            return padded.index_select(0, batch.source).view(-1, size, *x.shape[1:])
-
-        keys = blocks(k).permute(0, 2, 3, 1).contiguous()
-        values = blocks(v).permute(0, 2, 1, 3).contiguous()
-        return PagedAttention.apply(q.contiguous(), keys, values, batch.metadata, model.scale)  # type: ignore[no-any-return]
+        return PagedAttention.apply(q, k, v, batch.placement, batch.metadata, model.scale)  # type: ignore[no-any-return]
 
     hidden = model.forward(weights, batch.input_ids, batch.positions, attend)
     step = max(_LOGIT_BYTES // (4 * model.config.vocab_size), 1)

@@ -34,7 +34,7 @@ def write_kv(
     key_cache: torch.Tensor, value_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Write key, value [T, K, F] into cache slots [T]; caches [B, K, F, S] and [B, K, S, F]."""
-    if cpu.supports(key_cache, key.shape[2], key_cache.shape[3]):
+    if cpu.supports(key_cache, key.shape[2], key_cache.shape[3]):  # in a layout of the kernels' own, of the same size
         cpu.write_kv(key_cache, value_cache, key.contiguous(), value.contiguous(), slots)
     else:
         reference.write_kv(key_cache, value_cache, key, value, slots)
@@ -45,39 +45,52 @@ def paged_attention(
 ) -> torch.Tensor:
     """q [T, H, F] over the caches → [T, H, F] in q's dtype; sums in fp32."""
     if cpu.supports(q, q.shape[2], key_cache.shape[3]):
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        cpu.paged_attention(
-            out,
-            q,
-            key_cache,
-            value_cache,
-            metadata.block_tables,
-            metadata.cu_seqlens_q,
-            metadata.seq_lens,
-            scale,
-        )
-        return out
-    return reference.paged_attention(
-        q, key_cache, value_cache, metadata.block_tables, metadata.cu_seqlens_q, metadata.seq_lens, scale
-    )
+        q, twin = q.contiguous(), cpu.paged_attention
+    else:
+        twin = reference.paged_attention
+    tables = (metadata.block_tables, metadata.cu_seqlens_q, metadata.seq_lens)
+    return twin(q, key_cache, value_cache, *tables, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where keys and values of a flat row of tokens stand: slot ``slots[i]`` of ``num_blocks`` blocks of ``block_size``
+    holds token ``tokens[i]`` (both [N] int64). A token may stand in several slots: a copied block."""
+
+    slots: torch.Tensor
+    tokens: torch.Tensor
+    num_blocks: int
+    block_size: int
 
 
 class PagedAttention(torch.autograd.Function):
-    """:func:`paged_attention` with gradients for q and both caches, computed in fp32."""
+    """:func:`paged_attention` of q [T, H, F] over k, v [T, K, F], laid out by a Placement; gradients in fp32 sums."""
 
     @staticmethod
-    def forward(ctx, q, key_cache, value_cache, metadata: AttentionMetadata, scale: float):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(q, key_cache, value_cache)
-        ctx.layout, ctx.scale = metadata, scale
-        return paged_attention(q, key_cache, value_cache, metadata, scale)
+    def forward(ctx, q, k, v, placement: Placement, metadata: AttentionMetadata, scale: float):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(q, k, v)
+        ctx.placement, ctx.layout, ctx.scale = placement, metadata, scale
+        p, (_, kv_heads, dim) = placement, k.shape
+        keys = k.new_empty(p.num_blocks, kv_heads, dim, p.block_size)
+        values = v.new_empty(p.num_blocks, kv_heads, p.block_size, dim)
+        write_kv(keys, values, k[p.tokens], v[p.tokens], p.slots)
+        return paged_attention(q, keys, values, metadata, scale)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, key_cache, value_cache = ctx.saved_tensors
+        q, k, v = ctx.saved_tensors
+        p: Placement = ctx.placement
         meta: AttentionMetadata = ctx.layout
-        fast = cpu.supports(q, q.shape[2], key_cache.shape[3])
-        twin = cpu.paged_attention_backward if fast else reference.paged_attention_backward
+        twin = cpu.paged_attention_backward if cpu.supports(q, q.shape[2]) else reference.paged_attention_backward
+        shape = (p.num_blocks, p.block_size, *k.shape[1:])
+
+        def placed(x: torch.Tensor) -> torch.Tensor:  # [T, K, F] → [B, S, K, F]
+            return x.new_zeros(p.num_blocks * p.block_size, *x.shape[1:]).index_copy_(0, p.slots, x[p.tokens]).view(shape)
+
         tables = (meta.block_tables, meta.cu_seqlens_q, meta.seq_lens)
-        grads = twin(grad.contiguous(), q, key_cache, value_cache, *tables, ctx.scale)
-        return *(g.to(x.dtype) for g, x in zip(grads, ctx.saved_tensors, strict=True)), None, None
+        grad_q, *grads = twin(grad.contiguous(), q.contiguous(), placed(k), placed(v), *tables, ctx.scale)
+        grad_k, grad_v = (
+            torch.zeros_like(k, dtype=torch.float32).index_add_(0, p.tokens, g.flatten(0, 1)[p.slots]).to(k.dtype)
+            for g in grads
+        )
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None

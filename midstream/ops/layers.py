@@ -8,58 +8,153 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from midstream.ops import cpu, reference
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + y, (x + y) / rms(x + y) * weight) for x, y [T, N], weight [N]; without y (x, x / rms(x) * weight).
+
+    Zhang and Sennrich 2019; rms(x)^2 = mean(x^2) + eps.
+    """
+    if torch.is_grad_enabled():
+        if y is None:  # x itself goes on: its gradient shall not pass through here
+            return x, _RMSNorm.apply(x, weight, eps)
+        return _AddRMSNorm.apply(x, y, weight, eps)  # type: ignore[no-any-return]
+    return _add_rms_norm(x, y, weight, eps)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    twin = cpu.add_rms_norm if cpu.supports(x, x.shape[-1]) else reference.add_rms_norm
+    return twin(x, y, weight, eps)
+
+
+def _rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x [..., N] and weight [N]."""
+    x32, grad32 = x.float(), grad.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    normed = x32 * scale
+    inner = grad32 * weight.float()
+    grad_x = (inner - normed * (inner * normed).mean(-1, keepdim=True)) * scale
+    return grad_x.to(x.dtype), (grad32 * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
 
 class _RMSNorm(torch.autograd.Function):
-    """torch's own forward (the bits both sides get) with the backward written out: a third of the operations."""
-
     @staticmethod
     def forward(ctx, x, weight, eps: float):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return _add_rms_norm(x, None, weight, eps)[1]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
-        x32, grad32 = x.float(), grad.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + ctx.eps)
-        normed = x32 * scale
-        inner = grad32 * weight.float()
-        grad_x = (inner - normed * (inner * normed).mean(-1, keepdim=True)) * scale
-        grad_weight = (grad32 * normed).flatten(0, -2).sum(0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return *_rms_norm_backward(grad, *ctx.saved_tensors, ctx.eps), None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., N] / rms(x) * weight [N] (Zhang and Sennrich 2019)."""
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
-    return F.rms_norm(x, weight.shape, weight, eps)
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, weight, eps: float):  # type: ignore[no-untyped-def]
+        total, out = _add_rms_norm(x, y, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        return total, out
 
-_MAX_ROWS = 8192
-"""Rows in one product at most; more are cut into slices."""
-_TILES = (32, 8, 1)
-"""Row tiles tried, in this order, where whole batches are not row-stable."""
-_PROBE_ROWS = (2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127)
+    @staticmethod
+    def backward(ctx, grad_total, grad):  # type: ignore[no-untyped-def]
+        grad_x, grad_weight = _rms_norm_backward(grad, *ctx.saved_tensors, ctx.eps)
+        grad_x = grad_x + grad_total
+        return grad_x, grad_x, grad_weight, None
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [T, 2N] = gate ‖ up → silu(gate) * up [T, N]."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    """x [T, 2N] = gate ‖ up → silu(gate) * up [T, N] (Shazeer 2020)."""
+    if not cpu.supports(x, x.shape[-1] // 2):
+        return reference.silu_and_mul(x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _SiluAndMul.apply(x)  # type: ignore[no-any-return]
+    return cpu.silu_and_mul(x)
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [T, heads, F] (two halves, as in Su et al. 2021, Hugging Face order).
+class _SiluAndMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return cpu.silu_and_mul(x)
 
-    cos, sin [T, 1, F/2].
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return cpu.silu_and_mul_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How a fused qkv [T, (H + 2K) F] becomes q, k and v: heads, rotary tables, and the width of a norm's epsilon.
+
+    cos, sin [positions, F/2], fp32 (Su et al. 2021; the two halves of a head rotate against each other, as in Hugging
+    Face's layout).
     """
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    num_heads: int
+    num_kv_heads: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    eps: float
+
+
+def split_rope(
+    qkv: torch.Tensor,
+    rope: Rope,
+    positions: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [T, H, F], k [T, K, F] (normalised where there are norms [F], then rotated) and v [T, K, F]; positions [T]."""
+    if not cpu.supports(qkv, rope.cos.shape[1]) or rope.cos.shape[1] > 256:
+        return reference.split_rope(qkv, rope, positions, q_norm, k_norm)
+    if torch.is_grad_enabled() and qkv.requires_grad:
+        return _SplitRope.apply(qkv, q_norm, k_norm, rope, positions)  # type: ignore[no-any-return]
+    return cpu.split_rope(qkv, rope, positions, q_norm, k_norm)
+
+
+class _SplitRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, q_norm, k_norm, rope: Rope, positions):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(qkv, q_norm, k_norm, positions)
+        ctx.rope = rope
+        return cpu.split_rope(qkv, rope, positions, q_norm, k_norm)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):  # type: ignore[no-untyped-def]
+        qkv, q_norm, k_norm, positions = ctx.saved_tensors
+        rope: Rope = ctx.rope
+        grad = cpu.split_rope_backward(dq.contiguous(), dk.contiguous(), dv.contiguous(), rope, positions)
+        norms: list[torch.Tensor | None] = [None, None]
+        if q_norm is not None:
+            heads = (rope.num_heads, rope.num_kv_heads, rope.num_kv_heads)
+            parts = grad.view(len(grad), sum(heads), -1).split(heads, 1)
+            inputs = qkv.view(len(qkv), sum(heads), -1).split(heads, 1)
+            for i, weight in enumerate((q_norm, k_norm)):
+                through, norms[i] = _rms_norm_backward(parts[i], inputs[i], weight, rope.eps)
+                parts[i].copy_(through)
+        return grad, *norms, None, None
+
+
+_MAX_ROWS = 8192
+"""Rows in one product at most; more are cut into slices."""
+PAIRED = -1
+_TILES = (0, PAIRED, 32, 8, 1)
+"""Row tiles tried, in this order: whole batches where they are row-stable."""
+_PROBE_ROWS = (2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127)
 
 
 def packing_available() -> bool:
@@ -83,14 +178,15 @@ def _product(x: torch.Tensor, weight: torch.Tensor, packed: bool) -> torch.Tenso
 
 
 def _tiled(x: torch.Tensor, weight: torch.Tensor, packed: bool, tile: int) -> torch.Tensor:
-    """The product in calls of exactly ``tile`` rows; tile 0: all rows at once, at least two and at most _MAX_ROWS."""
+    """The product in calls of exactly ``tile`` rows; tile 0: all rows at once, at most _MAX_ROWS; tile PAIRED: so too,
+    but a row alone, which takes another path in the library, gets company."""
     rows = x.shape[0]
-    if tile == 0:
-        if rows == 1:  # one row takes another path in the library: give it company
+    if tile <= 0:
+        if rows == 1 and tile == PAIRED:
             return _product(x.expand(2, -1).contiguous(), weight, packed)[:1]
         if rows <= _MAX_ROWS:
             return _product(x, weight, packed)
-        return torch.cat([_tiled(part, weight, packed, 0) for part in x.split(_MAX_ROWS)])
+        return torch.cat([_tiled(part, weight, packed, tile) for part in x.split(_MAX_ROWS)])
     padded = F.pad(x, (0, 0, 0, -rows % tile))
     return torch.cat([_product(part.contiguous(), weight, packed) for part in padded.split(tile)])[:rows]
 
@@ -107,7 +203,7 @@ def _choose_tile(rows_out: int, width: int, dtype: torch.dtype, packed: bool, th
     weight = torch.randn(min(rows_out, 4096), width, generator=generator).to(dtype)
     if packed:
         weight = _pack(weight)
-    for tile in (0, *_TILES[:-1]):
+    for tile in _TILES[:-1]:
         whole = _tiled(x, weight, packed, tile)
         if all(
             torch.equal(_tiled(x[at : at + n].clone(), weight, packed, tile), whole[at : at + n])

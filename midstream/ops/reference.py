@@ -5,7 +5,47 @@ Shapes: T tokens, H query heads, K kv heads, F head dim, B blocks, S block size,
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from midstream.ops.layers import Rope
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contract of ``ops.layers.add_rms_norm``."""
+    total = x if y is None else x + y
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Contract of ``ops.layers.silu_and_mul``."""
+    gate, up = x.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def split_rope(
+    qkv: torch.Tensor,
+    rope: Rope,
+    positions: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Contract of ``ops.layers.split_rope``."""
+    heads = (rope.num_heads, rope.num_kv_heads, rope.num_kv_heads)
+    q, k, v = qkv.view(len(qkv), sum(heads), -1).split(heads, 1)
+    if q_norm is not None and k_norm is not None:
+        q = F.rms_norm(q, q_norm.shape, q_norm, rope.eps)
+        k = F.rms_norm(k, k_norm.shape, k_norm, rope.eps)
+    cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
+    a, b = torch.cat((q, k), 1).float().chunk(2, -1)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(qkv.dtype)
+    q, k = rotated.split(heads[:2], 1)
+    return q, k, v
 
 
 def write_kv(
@@ -72,19 +112,20 @@ def paged_attention(
 def paged_attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q [T, H, F] and both caches, in fp32, for the gradient [T, H, F] of :func:`paged_attention`.
+    """Gradients of q [T, H, F] and of keys and values [B, S, K, F] (a block's tokens, in order), all in fp32, for the
+    gradient [T, H, F] of :func:`paged_attention`.
 
     Dense and in any order: exactness is asked of the forward only.
     """
     num_requests, width = block_tables.shape
-    num_blocks, num_kv_heads, head_dim, block_size = key_cache.shape
+    num_blocks, block_size, num_kv_heads, head_dim = keys.shape
     group, context = q.shape[1] // num_kv_heads, width * block_size
     tables = block_tables.long()
     lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
@@ -97,14 +138,15 @@ def paged_attention_backward(
         out[request, index] = x.float().view(-1, num_kv_heads, group, head_dim)
         return out.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, group * longest, head_dim)
 
-    def scattered(x: torch.Tensor) -> torch.Tensor:  # [R, K, context, F] → [B, K, S, F]
-        blocks = x.view(num_requests, num_kv_heads, width, block_size, head_dim).permute(0, 2, 1, 3, 4)
-        out = x.new_zeros(num_blocks, num_kv_heads, block_size, head_dim)
-        return out.index_add_(0, tables.flatten(), blocks.reshape(-1, num_kv_heads, block_size, head_dim))
+    def gathered(x: torch.Tensor) -> torch.Tensor:  # [B, S, K, F] → [R, K, context, F]
+        return x[tables].float().reshape(num_requests, context, num_kv_heads, head_dim).transpose(1, 2)
 
-    shape = (num_requests, num_kv_heads, context, head_dim)
-    keys = key_cache[tables].float().permute(0, 2, 1, 4, 3).reshape(shape)
-    values = value_cache[tables].float().permute(0, 2, 1, 3, 4).reshape(shape)
+    def scattered(x: torch.Tensor) -> torch.Tensor:  # and back, summed
+        blocks = x.transpose(1, 2).reshape(-1, block_size, num_kv_heads, head_dim)
+        out = x.new_zeros(num_blocks, block_size, num_kv_heads, head_dim)
+        return out.index_add_(0, tables.flatten(), blocks)
+
+    keys, values = gathered(keys), gathered(values)
     position = (seq_lens.long() - lengths)[:, None] + torch.arange(longest, device=q.device)
     live = torch.arange(context, device=q.device) <= position.clamp(min=0)[..., None]  # [R, longest, context]
     live = live[:, None, None].expand(-1, -1, group, -1, -1).reshape(num_requests, 1, group * longest, context)
@@ -114,5 +156,4 @@ def paged_attention_backward(
     grad_s = p * (grad_p - (grad_p * p).sum(-1, keepdim=True)) * scale
     grad_q = (grad_s @ keys).view(num_requests, num_kv_heads, group, longest, head_dim).permute(0, 3, 1, 2, 4)
     grad_q = grad_q[request, index].reshape(q.shape)
-    grad_k = scattered(grad_s.transpose(-1, -2) @ query).transpose(-1, -2)
-    return grad_q, grad_k, scattered(p.transpose(-1, -2) @ upstream)
+    return grad_q, scattered(grad_s.transpose(-1, -2) @ query), scattered(p.transpose(-1, -2) @ upstream)

@@ -1,5 +1,8 @@
 """Sampling and THE log-probability function, shared by the engine and the trainer.
 
+The torch operations here are the definition; on a CPU the kernels of ``ops.cpu`` do the same in one pass over the logits.
+Both sides take the same way, which dtype and device decide, so both get the same bits.
+
 Randomness is a function of (seed, absolute position): one uniform per token, inverse transform in the order of token
 ids. Nothing else (neighbours, time, preemption, pause) can change what is drawn.
 """
@@ -13,10 +16,14 @@ import numpy as np
 import torch
 
 from midstream.errors import MidstreamError
+from midstream.ops import cpu
 from midstream.types import SampledToken, SamplingParams, mix64
 
-_COLDEST = 1e-6
-"""Least positive temperature used: logits divided by less overflow, and this one is greedy but for exact ties."""
+_PLAIN = SamplingParams()
+_MAX_COUNT = 1 << 30
+_COLDEST, _HOTTEST = 1e-6, 1e38
+"""Bounds of the temperatures used: logits divided by less overflow (and this one is greedy but for exact ties), and
+more is no fp32 number (and this one is uniform)."""
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
@@ -47,34 +54,44 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
     return torch.full_like(logits, -torch.inf).scatter(-1, order, ranked)
 
 
+def constrained_logits(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    history: Sequence[Sequence[int] | None],
+    allowed: Sequence[bytes | None],
+) -> torch.Tensor:
+    """A copy of logits [R, V] with what the grammar does not allow at -inf, and repetition penalties taken.
+
+    ``history``: each row's token ids so far, prompt included; needed for rows with a repetition penalty. ``allowed``:
+    a bit for each token id, the least significant first; None: all are.
+    """
+    logits, vocab = logits.clone(), logits.shape[-1]
+    for row, p, bits, ids in zip(logits, params, allowed, history, strict=True):
+        if bits is not None:
+            flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab, bitorder="little")
+            row[torch.from_numpy(flags == 0).to(row.device)] = -torch.inf
+        if p.repetition_penalty != 1:
+            assert ids is not None, "a repetition penalty needs the tokens so far"
+            index = torch.tensor(ids, device=row.device).unique()
+            values = row[index]
+            row[index] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    return logits
+
+
 def processed_logits(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
     history: Sequence[Sequence[int] | None] | None = None,
     allowed: Sequence[bytes | None] | None = None,
 ) -> torch.Tensor:
-    """Logits [R, V] of the distribution really sampled from: what the grammar allows, repetition penalty, temperature,
-    min-p, top-k, then top-p. T = 0 rows: only the first two.
-
-    ``history``: each row's token ids so far, prompt included; needed for rows with a repetition penalty. ``allowed``:
-    a bit for each token id, the least significant first.
-    """
+    """Logits [R, V] of the distribution really sampled from: :func:`constrained_logits`, then temperature, min-p, top-k
+    and top-p. T = 0 rows: only the first."""
     vocab = logits.shape[-1]
-    masks = list(allowed) if allowed is not None else [None] * len(params)
-    if any(masks) or any(p.repetition_penalty != 1 for p in params):
-        logits = logits.clone()
-        for row, p, bits, ids in zip(logits, params, masks, history or masks, strict=True):
-            if bits is not None:
-                flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab, bitorder="little")
-                row[torch.from_numpy(flags == 0).to(row.device)] = -torch.inf
-            if p.repetition_penalty != 1:
-                assert history is not None and ids is not None, "a repetition penalty needs the tokens so far"
-                index = torch.tensor(ids, device=row.device).unique()
-                values = row[index]
-                row[index] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    nothing: list[None] = [None] * len(params)
+    if any(allowed or ()) or any(p.repetition_penalty != 1 for p in params):
+        logits = constrained_logits(logits, params, history or nothing, allowed or nothing)
     if any(p.temperature not in (0, 1) for p in params):
-        divisors = [max(p.temperature, _COLDEST) if p.temperature else 1.0 for p in params]
-        temperature = torch.tensor(divisors, dtype=logits.dtype, device=logits.device)
+        temperature = torch.tensor([_divisor(p) for p in params], dtype=logits.dtype, device=logits.device)
         logits = logits / temperature[:, None]
     if any(p.min_p and p.temperature for p in params):
         floors = [math.log(p.min_p) if p.min_p and p.temperature else -math.inf for p in params]
@@ -89,19 +106,54 @@ def processed_logits(
     return logits
 
 
+def _divisor(p: SamplingParams) -> float:
+    return min(max(p.temperature, _COLDEST), _HOTTEST) if p.temperature else 1.0
+
+
 def is_plain(p: SamplingParams) -> bool:
     """The distribution sampled from is the model's own: raw and processed logprobs are the same."""
     return p.temperature == 1 and p.top_k <= 0 and p.top_p >= 1 and not p.min_p and p.repetition_penalty == 1
 
 
+def _rows(params: Sequence[SamplingParams], u: np.ndarray | None = None) -> np.ndarray:
+    """How the kernels shall draw from each row; a greedy row's distribution is not truncated."""
+    rows = np.zeros(len(params), cpu.ROW)
+    rows["temperature"] = [_divisor(p) for p in params]
+    rows["greedy"] = [p.temperature == 0 for p in params]
+    rows["top_k"] = [min(p.top_k, _MAX_COUNT) if p.temperature else 0 for p in params]
+    rows["top_p"] = [p.top_p if p.temperature else 1.0 for p in params]
+    rows["log_min_p"] = [math.log(p.min_p) if p.min_p and p.temperature else -math.inf for p in params]
+    return rows
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, ids, rows):  # type: ignore[no-untyped-def]
+        logits, ids = logits.contiguous(), ids.contiguous()
+        out, kept = cpu.logprobs(logits, ids, rows)
+        ctx.save_for_backward(logits, ids, *kept)
+        ctx.rows = rows
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        logits, ids, *kept = ctx.saved_tensors
+        return cpu.logprobs_backward(grad.contiguous(), logits, ids, ctx.rows, kept), None, None
+
+
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Log-probability [R] of token_ids [R] under logits [R, V] (fp32). The one function both sides use."""
-    return torch.log_softmax(logits, -1).gather(-1, token_ids[:, None]).squeeze(-1)
+    """Log-probability [R], fp32, of token_ids [R] under logits [R, V]. The one function both sides use."""
+    if cpu.supports(logits):
+        return _Logprobs.apply(logits, token_ids, _rows([_PLAIN] * len(token_ids)))  # type: ignore[no-any-return]
+    return torch.log_softmax(logits.float(), -1).gather(-1, token_ids[:, None]).squeeze(-1)
 
 
 def processed_logprobs(logits: torch.Tensor, ids: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Log-probability [R] of ids under the distribution sampled from; greedy rows are certain: 0."""
-    out = token_logprobs(processed_logits(logits, params), ids)
+    if cpu.supports(logits):
+        out: torch.Tensor = _Logprobs.apply(logits, ids, _rows(params))
+    else:
+        out = token_logprobs(processed_logits(logits.float(), params), ids)
     if any(p.temperature == 0 for p in params):
         greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
         out = torch.where(greedy, 0.0, out)
@@ -130,41 +182,85 @@ def sample(
     history: Sequence[Sequence[int] | None] | None = None,
     allowed: Sequence[bytes | None] | None = None,
 ) -> list[SampledToken]:
-    """Draw one token per row of logits [R, V] (fp32).
+    """Draw one token per row of logits [R, V].
 
     ``positions`` are the absolute positions (prompt + output) of the tokens to be drawn; ``history`` and ``allowed``
     as in :func:`processed_logits`. Every result carries the raw and the processed log-probability of that very token.
     """
-    raw = torch.log_softmax(logits, -1)
-    plain = all(map(is_plain, params)) and not any(allowed or ())
-    chosen_from = logits if plain else processed_logits(logits, params, history, allowed)
-    processed = raw if plain else torch.log_softmax(chosen_from, -1)
-    ids = draw(processed, uniforms(seeds, positions).to(logits.device))
-    if not plain:
-        greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
-        ids = torch.where(greedy, chosen_from.argmax(-1), ids)
-    if not bool(torch.isfinite(raw.amax(-1)).all()):
+    u = uniforms(seeds, positions)
+    masks = list(allowed) if allowed is not None else [None] * len(params)
+    if not cpu.supports(logits):
+        drawn = _sample(logits.float(), params, u, history, masks)
+    else:
+        logits = logits.contiguous()
+        bound = [i for i, p in enumerate(params) if masks[i] is not None or p.repetition_penalty != 1]
+        drawn = _sample_fast(logits, logits, params, u)
+        if bound:  # their logits depend on more than the model: drawn again, from a copy that says so
+            index = torch.tensor(bound)
+            raw, some = logits[index].float(), [params[i] for i in bound]
+            past = [history[i] if history is not None else None for i in bound]
+            chosen_from = constrained_logits(raw, some, past, [masks[i] for i in bound])
+            for i, token in zip(bound, _sample_fast(chosen_from, raw, some, u[index]), strict=True):
+                drawn[i] = token
+    if not all(math.isfinite(token.raw_logprob) for token in drawn):
         raise MidstreamError("the logits are not finite: the weights hold NaN or infinity; send good ones")
+    return drawn
+
+
+def _sample_fast(
+    logits: torch.Tensor, raw: torch.Tensor, params: Sequence[SamplingParams], u: torch.Tensor
+) -> list[SampledToken]:
+    rows = _rows(params)
+    rows["uniform"] = u.numpy()
+    rows["wants_rank"] = [p.logprobs is not None for p in params]
+    rows["num_top"] = [min(p.logprobs or 0, logits.shape[-1]) for p in params]
+    rows["top_of_processed"] = [p.logprobs_mode == "processed_logprobs" for p in params]
+    found, ids, logprobs = cpu.sample(logits, raw, rows)
+    drawn = [
+        SampledToken(token, raw_logprob, processed, rank)
+        for raw_logprob, processed, _, _, _, token, rank in found.tolist()
+    ]
+    if ids.shape[1]:
+        for token, p, top_ids, top_logprobs in zip(drawn, params, ids.tolist(), logprobs.tolist(), strict=True):
+            pairs = zip(top_ids[: p.logprobs], top_logprobs, strict=False) if p.logprobs else ()
+            token.top = [(i, value) for i, value in pairs if i >= 0]
+            if p.logprobs and p.temperature == 0 and p.logprobs_mode == "processed_logprobs":
+                token.top = [(token.token_id, 0.0)]  # a greedy distribution has one token
+    for i, p in enumerate(params):
+        if p.return_sampling_mask:
+            row, least = logits[i].float() / float(found["temperature"][i]), float(found["least"][i])
+            id_of = torch.arange(len(row))
+            kept = (row > least) | ((row == least) & (id_of <= int(found["last"][i]))) & row.isfinite()
+            drawn[i].kept = kept.nonzero().flatten().tolist() if p.temperature else [drawn[i].token_id]
+    return drawn
+
+
+def _sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    u: torch.Tensor,
+    history: Sequence[Sequence[int] | None] | None,
+    allowed: Sequence[bytes | None],
+) -> list[SampledToken]:
+    """The definition of :func:`sample`, for fp32 logits and one uniform [R] for each row."""
+    raw = torch.log_softmax(logits, -1)
+    chosen_from = processed_logits(logits, params, history, allowed)
+    processed = torch.log_softmax(chosen_from, -1)
+    greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
+    ids = torch.where(greedy, chosen_from.argmax(-1), draw(processed, u.to(logits.device)))
     column = ids[:, None]
     raw_values = raw.gather(-1, column).squeeze(-1).tolist()
-    values = raw_values
-    if not plain:
-        values = torch.where(greedy, 0.0, processed.gather(-1, column).squeeze(-1)).tolist()
+    values = torch.where(greedy, 0.0, processed.gather(-1, column).squeeze(-1)).tolist()
     drawn = [SampledToken(*row) for row in zip(ids.tolist(), raw_values, values, strict=True)]
-    wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
-    if wanted:
-        index = torch.tensor(wanted, device=logits.device)
-        ranks = ((logits[index] > logits[index].gather(-1, column[index])).sum(-1) + 1).tolist()
-        for i, rank in zip(wanted, ranks, strict=True):
-            drawn[i].rank = rank
-            count = params[i].logprobs
-            if count and params[i].logprobs_mode == "raw_logprobs":
-                drawn[i].top = _top(raw[i], count)
-            elif count and params[i].temperature == 0:
-                drawn[i].top = [(drawn[i].token_id, 0.0)]  # a greedy distribution has one token
-            elif count:
-                drawn[i].top = _top(processed[i], count)
     for i, p in enumerate(params):
+        if p.logprobs is not None:
+            drawn[i].rank = int((logits[i] > logits[i, ids[i]]).sum()) + 1
+        if p.logprobs and p.logprobs_mode == "raw_logprobs":
+            drawn[i].top = _top(raw[i], p.logprobs)
+        elif p.logprobs and p.temperature == 0:
+            drawn[i].top = [(drawn[i].token_id, 0.0)]
+        elif p.logprobs:
+            drawn[i].top = [pair for pair in _top(processed[i], p.logprobs) if math.isfinite(pair[1])]
         if p.return_sampling_mask:
             kept = chosen_from[i].isfinite().nonzero().flatten().tolist()
             drawn[i].kept = kept if p.temperature else [drawn[i].token_id]
@@ -175,11 +271,13 @@ def prompt_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, count: int
 ) -> list[tuple[float, int, list[tuple[int, float]]]]:
     """(raw logprob, rank, top ``count``) of each target [R] under its logits row [R, V]."""
-    logprobs = torch.log_softmax(logits, -1)
-    column = targets[:, None]
-    values = logprobs.gather(-1, column).squeeze(-1).tolist()
-    ranks = ((logits > logits.gather(-1, column)).sum(-1) + 1).tolist()
-    return [
-        (value, rank, _top(row, count) if count else [])
-        for value, rank, row in zip(values, ranks, logprobs, strict=True)
-    ]
+    values = token_logprobs(logits, targets).tolist()
+    ranks = ((logits > logits.gather(-1, targets[:, None])).sum(-1) + 1).tolist()
+    tops: list[list[tuple[int, float]]] = [[] for _ in values]
+    if count and cpu.supports(logits):
+        params = [SamplingParams(temperature=0, logprobs=count)] * len(values)
+        logits = logits.contiguous()
+        tops = [token.top for token in _sample_fast(logits, logits, params, torch.zeros(len(values)))]
+    elif count:
+        tops = [_top(row, count) for row in torch.log_softmax(logits.float(), -1)]
+    return list(zip(values, ranks, tops, strict=True))

@@ -121,7 +121,7 @@ def check_run(
     dtype = DTYPES[engine["dtype"]]
     ours = fingerprint(dtype, engine["block_size"])
     report.reason = difference(ours, engine)
-    model = Llama(config, dtype)
+    model = Llama(config)
     for done, number in enumerate(needed):
         weights = stage_all(config, _read_version(files[number])[0].items(), dtype, torch.device("cpu"))
         check_version(report, model, weights, samples, number, engine["block_size"])

@@ -27,7 +27,7 @@ class Policy:
         self.config = checkpoint.config
         self.dtype = resolve_dtype(dtype, checkpoint.config)
         self.block_size = block_size
-        self.model = Llama(checkpoint.config, self.dtype)
+        self.model = Llama(checkpoint.config)
         self.masters = {
             name: torch.nn.Parameter(tensor.float().clone()) for name, tensor in load_weights(checkpoint, self.dtype)
         }

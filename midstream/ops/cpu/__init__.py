@@ -1,7 +1,8 @@
 """The C++ kernels: built once with the machine's compiler, cached by source and flags, called through ctypes.
 
 There is no binding layer: the kernels are C functions over pointers, ctypes releases the GIL around each call, and
-the build takes two seconds because no torch header is read. ``python -m midstream.ops.cpu`` builds ahead of time.
+the build takes seconds because no torch header is read. ``python -m midstream.ops.cpu`` builds ahead of time. The
+functions here have the contracts of their twins in ``ops.reference``; whoever calls them has asked :func:`supports`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,28 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-_SOURCE = pathlib.Path(__file__).with_name("kernels.cpp")
+if TYPE_CHECKING:
+    from midstream.ops.layers import Rope
+
+_HERE = pathlib.Path(__file__).parent
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _BUILD_TIMEOUT_S = 180
+
+ROW = np.dtype(
+    [(name, np.float32) for name in ("temperature", "top_p", "log_min_p", "uniform")]
+    + [(name, np.int32) for name in ("top_k", "greedy", "num_top", "top_of_processed", "wants_rank")]
+)
+"""How to draw from one row of logits: ``struct Row`` of sampling.cpp."""
+DRAWN = np.dtype(
+    [(name, np.float32) for name in ("raw", "processed", "least", "temperature")]
+    + [(name, np.int32) for name in ("last", "token", "rank")]
+)
+"""What came of it: ``struct Drawn``."""
 
 
 def _cache_dir() -> pathlib.Path:
@@ -45,7 +62,9 @@ def _build() -> pathlib.Path:
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) found")
     flags = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join([compiler, *flags, _cpu_identity()]).encode()).hexdigest()[:20]
+    sources = sorted(_HERE.glob("*.cpp"))
+    content = b"".join(path.read_bytes() for path in (*sources, *sorted(_HERE.glob("*.h"))))
+    key = hashlib.sha256(content + " ".join([compiler, *flags, _cpu_identity()]).encode()).hexdigest()[:20]
     target = _cache_dir() / f"kernels-{key}.so"
     if target.exists():
         return target
@@ -54,10 +73,9 @@ def _build() -> pathlib.Path:
     runtime = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*"))
     link = [runtime[0], f"-Wl,-rpath,{os.path.dirname(runtime[0])}"] if runtime else ["-fopenmp"]
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        for command in (
-            [compiler, *flags, "-c", str(_SOURCE), "-o", f"{work}/kernels.o"],
-            [compiler, "-shared", f"{work}/kernels.o", "-o", f"{work}/kernels.so", *link],
-        ):
+        objects = [f"{work}/{path.stem}.o" for path in sources]
+        compiling = [[compiler, *flags, "-c", str(p), "-o", o] for p, o in zip(sources, objects, strict=True)]
+        for command in (*compiling, [compiler, "-shared", *objects, "-o", f"{work}/kernels.so", *link]):
             done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
             if done.returncode:
                 raise OSError(f"{' '.join(command)} failed:\n{done.stderr.strip()[:2000]}")
@@ -77,30 +95,103 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def supports(tensor: torch.Tensor, head_dim: int, block_size: int) -> bool:
-    """Whether the kernels serve this dtype, device and geometry (F and S multiples of 16)."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.dtype in _SUFFIX
-        and head_dim % 16 == 0
-        and block_size % 16 == 0
-        and library() is not None
-    )
+def supports(tensor: torch.Tensor, *sizes: int) -> bool:
+    """Whether the kernels serve this dtype and device, and ``sizes``: multiples of sixteen lanes."""
+    if tensor.device.type != "cpu" or tensor.dtype not in _SUFFIX or library() is None:
+        return False
+    return all(size % 16 == 0 for size in sizes)
 
 
-def _function(name: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
+@functools.cache
+def _function(name: str, dtype: torch.dtype, kinds: str) -> Any:
+    """``kinds``: a letter for each argument: p pointer, l int64, i int, f float. The threads come last."""
     lib = library()
     assert lib is not None
-    return getattr(lib, f"midstream_{name}_{_SUFFIX[dtype]}")  # type: ignore[no-any-return]
+    function = getattr(lib, f"midstream_{name}_{_SUFFIX[dtype]}")
+    of = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+    function.argtypes = [of[kind] for kind in kinds] + [ctypes.c_int]
+    function.restype = None
+    return function
 
 
-def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    assert tensor.is_contiguous()
-    return ctypes.c_void_p(tensor.data_ptr())
+def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    assert all(t is None or t.is_contiguous() for t in tensors)
+    return [None if t is None else t.data_ptr() for t in tensors]
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contract of ``ops.layers.add_rms_norm``."""
+    out = torch.empty_like(x)
+    total = x if y is None else torch.empty_like(x)
+    width = x.shape[-1]
+    _function("add_rms_norm", x.dtype, "ppppplif")(
+        *_pointers(out, total, x, y, weight), x.numel() // width, width, eps, torch.get_num_threads()
+    )
+    return total, out
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Contract of ``ops.layers.silu_and_mul``."""
+    rows, width = x.shape
+    out = x.new_empty(rows, width // 2)
+    _function("silu_and_mul", x.dtype, "ppli")(*_pointers(out, x), rows, width // 2, torch.get_num_threads())
+    return out
+
+
+def silu_and_mul_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Gradient of x [T, 2N] from that of the output [T, N]."""
+    rows, width = grad.shape
+    out = torch.empty_like(x)
+    _function("silu_and_mul_backward", x.dtype, "pppli")(
+        *_pointers(out, grad, x), rows, width, torch.get_num_threads()
+    )
+    return out
+
+
+def split_rope(
+    qkv: torch.Tensor,
+    rope: Rope,
+    positions: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Contract of ``ops.layers.split_rope``."""
+    rows, num_heads, num_kv_heads = len(qkv), rope.num_heads, rope.num_kv_heads
+    size = 2 * rope.cos.shape[1]
+    q = qkv.new_empty(rows, num_heads, size)
+    k, v = (qkv.new_empty(rows, num_kv_heads, size) for _ in range(2))
+    _function("split_rope", qkv.dtype, "ppppppppp" + "liiif")(
+        *_pointers(q, k, v, qkv, positions, rope.cos, rope.sin, q_norm, k_norm),
+        *(rows, num_heads, num_kv_heads, size, rope.eps),
+        torch.get_num_threads(),
+    )
+    return q, k, v
+
+
+def split_rope_backward(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, rope: Rope, positions: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of qkv from those of q, k and v, as if there were no norms."""
+    rows, num_heads, size = dq.shape
+    num_kv_heads = dk.shape[1]
+    out = dq.new_empty(rows, (num_heads + 2 * num_kv_heads) * size)
+    _function("split_rope_backward", dq.dtype, "ppppppp" + "liii")(
+        *_pointers(out, dq, dk, dv, positions, rope.cos, rope.sin),
+        *(rows, num_heads, num_kv_heads, size),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def paged_attention(
-    out: torch.Tensor,
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -108,45 +199,43 @@ def paged_attention(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-) -> None:
+) -> torch.Tensor:
     """Contract of ``ops.attention.paged_attention``; every tensor contiguous, tables int32."""
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, _, block_size = key_cache.shape
-    pointers = [out, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens]
-    sizes = [seq_lens.shape[0], block_tables.shape[1], num_heads, num_kv_heads, head_dim, block_size]
-    _function("paged_attention", q.dtype)(
-        *map(_pointer, pointers),
-        *map(ctypes.c_int, sizes),
-        ctypes.c_float(scale),
-        ctypes.c_int(torch.get_num_threads()),
+    out = torch.empty_like(q)
+    _function("paged_attention", q.dtype, "ppppppp" + "iiiiiif")(
+        *_pointers(out, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens),
+        *(seq_lens.shape[0], block_tables.shape[1], num_heads, num_kv_heads, head_dim, block_size),
+        scale,
+        torch.get_num_threads(),
     )
+    return out
 
 
 def paged_attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Contract of ``ops.reference.paged_attention_backward``: gradients of q and both caches, in fp32."""
+    """Contract of ``ops.reference.paged_attention_backward``."""
     _, num_heads, head_dim = q.shape
-    _, num_kv_heads, _, block_size = key_cache.shape
+    _, block_size, num_kv_heads, _ = keys.shape
     grads = (
         torch.empty_like(q, dtype=torch.float32),
-        torch.zeros_like(key_cache, dtype=torch.float32),
-        torch.zeros_like(value_cache, dtype=torch.float32),
+        torch.zeros_like(keys, dtype=torch.float32),
+        torch.zeros_like(values, dtype=torch.float32),
     )
-    pointers = [*grads, grad, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens]
-    sizes = [seq_lens.shape[0], block_tables.shape[1], num_heads, num_kv_heads, head_dim, block_size]
-    _function("paged_attention_backward", q.dtype)(
-        *map(_pointer, pointers),
-        *map(ctypes.c_int, sizes),
-        ctypes.c_float(scale),
-        ctypes.c_int(torch.get_num_threads()),
+    _function("paged_attention_backward", q.dtype, "ppp" + "ppppppp" + "iiiiiif")(
+        *_pointers(*grads, grad, q, keys, values, block_tables, cu_seqlens_q, seq_lens),
+        *(seq_lens.shape[0], block_tables.shape[1], num_heads, num_kv_heads, head_dim, block_size),
+        scale,
+        torch.get_num_threads(),
     )
     return grads
 
@@ -160,6 +249,63 @@ def write_kv(
 ) -> None:
     """Contract of ``ops.attention.write_kv``."""
     tokens, num_kv_heads, head_dim = key.shape
-    pointers = [key_cache, value_cache, key, value, slot_mapping]
-    sizes = [tokens, num_kv_heads, head_dim, key_cache.shape[3]]
-    _function("write_kv", key.dtype)(*map(_pointer, pointers), *map(ctypes.c_int, sizes))
+    _function("write_kv", key.dtype, "ppppp" + "iiii")(
+        *_pointers(key_cache, value_cache, key, value, slot_mapping),
+        *(tokens, num_kv_heads, head_dim, key_cache.shape[3]),
+        torch.get_num_threads(),
+    )
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def sample(
+    logits: torch.Tensor, raw_logits: torch.Tensor, rows: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """One token for each row of logits [R, V]: what was drawn (``DRAWN``), then the ids [R, n] and logprobs [R, n] of
+    the most likely tokens (-1: there is none). ``rows`` (``ROW``) says how; raw logprobs are of ``raw_logits``."""
+    num_rows, vocab = logits.shape
+    drawn = np.empty(num_rows, DRAWN)
+    max_top = int(rows["num_top"].max(initial=0))
+    ids = np.full((num_rows, max_top), -1, np.int32)
+    logprobs = np.zeros((num_rows, max_top), np.float32)
+    _function("sample", logits.dtype, "pppppp" + "iii")(
+        drawn.ctypes.data,
+        ids.ctypes.data,
+        logprobs.ctypes.data,
+        *_pointers(logits, raw_logits),
+        rows.ctypes.data,
+        num_rows,
+        vocab,
+        max_top,
+        torch.get_num_threads(),
+    )
+    return drawn, ids, logprobs
+
+
+def logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, rows: np.ndarray[Any, Any]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Logprob [R] of ids [R] under each row's distribution; and what :func:`logprobs_backward` needs of it."""
+    count, vocab = logits.shape
+    out = torch.empty(count)
+    kept, sums = torch.empty(count, 3), torch.empty(count, dtype=torch.float64)
+    _function("logprobs", logits.dtype, "pppppp" + "ii")(
+        *_pointers(out, kept, sums, logits, ids), rows.ctypes.data, count, vocab, torch.get_num_threads()
+    )
+    return out, (kept, sums)
+
+
+def logprobs_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    rows: np.ndarray[Any, Any],
+    kept: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Gradient of the logits [R, V] from that of the logprobs [R]."""
+    out = torch.empty_like(logits)
+    _function("logprobs_backward", logits.dtype, "ppppppp" + "ii")(
+        *_pointers(out, grad, *kept, logits, ids), rows.ctypes.data, *logits.shape, torch.get_num_threads()
+    )
+    return out

@@ -1,0 +1,342 @@
+// Paged attention and what writes its cache. One rule makes it exact: what is computed for a query token and a head is a
+// fixed sequence of operations over that token's own context. Tokens of the context sit in vector lanes, blocks are
+// visited in order, and query rows that are computed together share loads, never sums. So a token alone (decode) and
+// in company (prefill, the trainer's forward) gets the same bits.
+//
+// Layouts (B blocks, K kv heads, F head dim, S block size, T tokens, H query heads, G = H / K). Two bf16 that are
+// multiplied in one instruction are neighbours: P = 2 for bf16, 1 for fp32.
+//   q, out [T, H, F]     key cache [B, K, F / P, S, P] (tokens in lanes)     value cache [B, K, S / P, F, P]
+
+#include <cstddef>
+#include <vector>
+
+#include "lanes.h"
+
+namespace {
+
+template <typename T> struct Pair;
+template <> struct Pair<float> {
+  static constexpr int P = 1;
+  typedef vec wide;  // L lanes of P neighbours
+  static wide get(const float* p) { return load(p); }
+  static void add(vec& sum, wide a, const float* b) { sum += a * *b; }
+};
+template <> struct Pair<bf16> {
+  static constexpr int P = 2;
+#ifdef __AVX512BF16__
+  typedef __m512i wide;
+  static wide get(const bf16* p) { return _mm512_loadu_si512(p); }
+  static void add(vec& sum, wide a, const bf16* b) {  // sum += a[2i] b[0] + a[2i + 1] b[1]
+    int32_t both; std::memcpy(&both, b, 4);
+    sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(both));
+  }
+#else
+  typedef uvec wide;
+  static wide get(const bf16* p) { wide w; std::memcpy(&w, p, sizeof w); return w; }
+  static void add(vec& sum, wide a, const bf16* b) {
+    uvec low = a << 16, high = a & 0xffff0000u;
+    vec x, y; std::memcpy(&x, &low, sizeof x); std::memcpy(&y, &high, sizeof y);
+    sum += x * scalar(b[0]);
+    sum += y * scalar(b[1]);
+  }
+#endif
+};
+
+inline void prefetch(const void* p, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 3);
+}
+
+template <typename T>
+struct Shape {
+  const T *keys, *values;
+  const int32_t* table;
+  int K, head, F, S;
+  float scale;
+  const T* key(int block) const { return keys + (int64_t(table[block]) * K + head) * F * S; }
+  const T* value(int block) const { return values + (int64_t(table[block]) * K + head) * F * S; }
+};
+
+// Scores of ROWS queries [ROWS, F] for LANES * L tokens, which may lie in several blocks: k[i] points to lane group i.
+template <typename T, int ROWS, int LANES>
+inline void products(float* const* scores, const T* q, const T* const* k, int F, int S, float scale) {
+  constexpr int P = Pair<T>::P;
+  vec sum[ROWS][LANES] = {};
+  for (int f = 0; f < F; f += P)
+    for (int i = 0; i < LANES; ++i) {
+      auto wide = Pair<T>::get(k[i] + f * S);
+      for (int r = 0; r < ROWS; ++r) Pair<T>::add(sum[r][i], wide, q + r * F + f);
+    }
+  for (int r = 0; r < ROWS; ++r)
+    for (int i = 0; i < LANES; ++i) store(scores[r] + i * L, sum[r][i] * scale);
+}
+
+// All scores of ROWS queries over ``groups`` lane groups.
+template <typename T, int ROWS>
+void score(float* const* scores, const T* q, const Shape<T>& at, int groups) {
+  constexpr int P = Pair<T>::P, LANES = ROWS <= 3 ? 4 : ROWS <= 6 ? 2 : 1;
+  const int per_block = at.S / L;
+  float* to[ROWS];
+  for (int g = 0; g < groups;) {
+    for (int r = 0; r < ROWS; ++r) to[r] = scores[r] + g * L;
+    const T* k[LANES];
+    const int n = groups - g < LANES ? 1 : LANES;
+    for (int i = 0; i < n; ++i) k[i] = at.key((g + i) / per_block) + (g + i) % per_block * L * P;
+    if (g + n < groups) prefetch(at.key((g + n) / per_block), size_t(at.F) * at.S * sizeof(T));
+    if (n == LANES) products<T, ROWS, LANES>(to, q, k, at.F, at.S, at.scale);
+    else products<T, ROWS, 1>(to, q, k, at.F, at.S, at.scale);
+    g += n;
+  }
+}
+
+// Scores in place into probabilities (not yet divided), those from ``valid`` on to zero; p gets them in T. The total.
+template <typename T>
+float softmax(T* p, float* scores, int valid, int span) {
+  vec lane; for (int i = 0; i < L; ++i) lane[i] = float(i);
+  vec best = splat(-INFINITY);
+  for (int i = 0; i < span; i += L) {
+    vec x = load(scores + i);
+    if (i + L > valid) {
+      x = lane < splat(float(valid - i)) ? x : splat(-INFINITY);
+      store(scores + i, x);
+    }
+    best = best > x ? best : x;
+  }
+  const float peak = max_lanes(best);
+  vec sum = vec{};
+  for (int i = 0; i < span; i += L) {
+    vec e = exp_neg(load(scores + i) - peak);
+    sum += e;
+    store(p + i, e);
+  }
+  return sum_lanes(sum);
+}
+
+// out [ROWS][WIDTH * L] += p over tokens [from, to) of one block; ``from`` and ``to`` multiples of P.
+template <typename T, int ROWS, int WIDTH>
+inline void weigh(vec (&sum)[ROWS][WIDTH], const T* const* p, const T* v, int F, int from, int to) {
+  constexpr int P = Pair<T>::P;
+  for (int t = from; t < to; t += P)
+    for (int w = 0; w < WIDTH; ++w) {
+      auto wide = Pair<T>::get(v + t * F + w * L * P);
+      for (int r = 0; r < ROWS; ++r) Pair<T>::add(sum[r][w], wide, p[r] + t);
+    }
+}
+
+template <typename T, int ROWS, int WIDTH>
+void combine(T* const* out, const T* p, const float* totals, const int* valid, const Shape<T>& at, int span, int f) {
+  constexpr int P = Pair<T>::P;
+  vec sum[ROWS][WIDTH] = {};
+  const int last = span / at.S - 1;
+  const T* rows[ROWS];
+  for (int b = 0; b < last; ++b) {
+    if (f == 0) prefetch(at.value(b + 1), size_t(at.F) * at.S * sizeof(T));
+    for (int r = 0; r < ROWS; ++r) rows[r] = p + r * span + b * at.S;
+    weigh<T, ROWS, WIDTH>(sum, rows, at.value(b) + f * P, at.F, 0, at.S);
+  }
+  for (int r = 0; r < ROWS; ++r) {  // the last block row by row: a slot that was not written is never multiplied
+    const int n = valid[r] - last * at.S;
+    const T* own[1] = {p + r * span + last * at.S};
+    vec part[1][WIDTH];
+    for (int w = 0; w < WIDTH; ++w) part[0][w] = sum[r][w];
+    weigh<T, 1, WIDTH>(part, own, at.value(last) + f * P, at.F, 0, n / P * P);
+    if (n % P) {
+      T row[WIDTH * L * P];
+      std::memcpy(row, at.value(last) + f * P + (n - 1) * at.F, sizeof row);
+      for (int i = 1; i < WIDTH * L * P; i += P) row[i] = T{};
+      for (int w = 0; w < WIDTH; ++w) Pair<T>::add(part[0][w], Pair<T>::get(row + w * L * P), own[0] + n - 1);
+    }
+    for (int w = 0; w < WIDTH; ++w) store(out[r] + f + w * L, part[0][w] / totals[r]);
+  }
+}
+
+// ROWS queries of one kv head whose tokens lie in the same block. Scratch: scores and p of ROWS * span.
+template <typename T, int ROWS>
+void attend(T* const* out, const T* q, const int* valid, const Shape<T>& at, float* scores, T* p) {
+  const int blocks = (valid[0] + at.S - 1) / at.S, span = blocks * at.S;
+  float* rows[ROWS];
+  float totals[ROWS];
+  for (int r = 0; r < ROWS; ++r) rows[r] = scores + r * span;
+  score<T, ROWS>(rows, q, at, span / L);
+  prefetch(at.value(0), size_t(at.F) * at.S * sizeof(T));
+  for (int r = 0; r < ROWS; ++r) totals[r] = softmax(p + r * span, rows[r], valid[r], span);
+  constexpr int HALF = ROWS > 6 ? ROWS / 2 : ROWS;
+  int f = 0;
+  for (; f + 4 * L <= at.F; f += 4 * L)
+    for (int r = 0; r < ROWS; r += HALF)
+      combine<T, HALF, 4>(out + r, p + r * span, totals + r, valid + r, at, span, f);
+  for (; f < at.F; f += L)
+    for (int r = 0; r < ROWS; r += HALF)
+      combine<T, HALF, 1>(out + r, p + r * span, totals + r, valid + r, at, span, f);
+}
+
+constexpr int MAX_ROWS = 12;
+
+template <typename T>
+void attend_rows(int n, T* const* out, const T* q, const int* valid, const Shape<T>& at, float* scores, T* p) {
+  while (n > 0) {
+    int taken = n >= 12 ? 12 : n >= 6 ? 6 : n >= 4 ? 4 : n;
+    switch (taken) {
+      case 12: attend<T, 12>(out, q, valid, at, scores, p); break;
+      case 6: attend<T, 6>(out, q, valid, at, scores, p); break;
+      case 4: attend<T, 4>(out, q, valid, at, scores, p); break;
+      case 3: attend<T, 3>(out, q, valid, at, scores, p); break;
+      case 2: attend<T, 2>(out, q, valid, at, scores, p); break;
+      default: attend<T, 1>(out, q, valid, at, scores, p);
+    }
+    out += taken; q += taken * at.F; valid += taken; n -= taken;
+  }
+}
+
+template <typename T>
+void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* tables, const int32_t* cu_q,
+                     const int32_t* seq_lens, int R, int table_stride, int H, int K, int F, int S, float scale,
+                     int threads) {
+  const int G = H / K;
+  struct Job { int32_t request, token, position, count; };  // count tokens of one request, all in one block
+  std::vector<Job> jobs;
+  int longest = 0;
+  const int tokens_at_once = MAX_ROWS / G > 1 ? MAX_ROWS / G : 1;
+  for (int r = 0; r < R; ++r) {
+    const int n = cu_q[r + 1] - cu_q[r], first = seq_lens[r] - n;
+    for (int i = 0; i < n;) {
+      int count = S - (first + i) % S;
+      count = count < n - i ? count : n - i;
+      count = count < tokens_at_once ? count : tokens_at_once;
+      jobs.push_back({r, cu_q[r] + i, first + i, count});
+      i += count;
+    }
+    if (n && seq_lens[r] > longest) longest = seq_lens[r];
+  }
+  const int64_t count = int64_t(jobs.size()) * K;
+  const int64_t span = int64_t(longest + S - 1) / S * S;
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
+  {
+    const int most = tokens_at_once * G;
+    std::vector<float> scores(size_t(MAX_ROWS) * span);
+    std::vector<T> p(size_t(MAX_ROWS) * span), queries(size_t(most) * F);
+    std::vector<T*> outs(most);
+    std::vector<int> valid(most);
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t i = 0; i < count; ++i) {
+      const Job& job = jobs[i / K];
+      const int head = int(i % K);
+      int n = 0;
+      for (int t = 0; t < job.count; ++t)
+        for (int g = 0; g < G; ++g, ++n) {
+          const int64_t row = (int64_t(job.token + t) * H + head * G + g) * F;
+          std::memcpy(&queries[size_t(n) * F], q + row, F * sizeof(T));
+          outs[n] = out + row;
+          valid[n] = job.position + t + 1;
+        }
+      const Shape<T> at{k, v, tables + int64_t(job.request) * table_stride, K, head, F, S, scale};
+      attend_rows<T>(n, outs.data(), queries.data(), valid.data(), at, scores.data(), p.data());
+    }
+  }
+}
+
+// Gradients of one query token and one query head over keys and values by token: recomputes the probabilities, then adds
+// to dk, dv and sets dq. Offsets of the context's tokens in ``at``; p, ds: scratch for each of them.
+template <typename T>
+void attend_backward(float* dq, float* dk, float* dv, const T* dout, const T* q, const T* keys, const T* values,
+                     const int64_t* at, int valid, int F, float scale, float* p, float* ds) {
+  float peak = -INFINITY;
+  for (int j = 0; j < valid; ++j) {
+    vec sum = vec{}, dot = vec{};
+    for (int f = 0; f < F; f += L) {
+      sum += load(keys + at[j] + f) * load(q + f);
+      dot += load(values + at[j] + f) * load(dout + f);
+    }
+    p[j] = sum_lanes(sum) * scale;
+    ds[j] = sum_lanes(dot);
+    peak = p[j] > peak ? p[j] : peak;
+  }
+  const int whole = (valid + L - 1) / L * L;
+  for (int j = valid; j < whole; ++j) p[j] = -INFINITY, ds[j] = 0;
+  vec total = vec{}, inner = vec{};
+  for (int j = 0; j < whole; j += L) {
+    vec e = exp_neg(load(p + j) - peak);
+    total += e;
+    inner += e * load(ds + j);
+    store(p + j, e);
+  }
+  const float inverse = 1.0f / sum_lanes(total), delta = sum_lanes(inner) * inverse;
+  for (int f = 0; f < F; f += L) store(dq + f, vec{});
+  for (int j = 0; j < valid; ++j) {
+    const float weight = p[j] * inverse, d = weight * (ds[j] - delta) * scale;
+    for (int f = 0; f < F; f += L) {
+      store(dv + at[j] + f, load(dv + at[j] + f) + load(dout + f) * weight);
+      store(dk + at[j] + f, load(dk + at[j] + f) + load(q + f) * d);
+      store(dq + f, load(dq + f) + load(keys + at[j] + f) * d);
+    }
+  }
+}
+
+// k, v [B, S, K, F]; dq [T, H, F], dk, dv as k and v, all fp32; dk and dv start at zero. Threads share nothing: each kv
+// head has its own part of dk and dv, and adds to it in token order whatever their number.
+template <typename T>
+void paged_attention_backward(float* dq, float* dk, float* dv, const T* dout, const T* q, const T* k, const T* v,
+                              const int32_t* tables, const int32_t* cu_q, const int32_t* seq_lens, int R,
+                              int table_stride, int H, int K, int F, int S, float scale, int threads) {
+  const int G = H / K;
+  int longest = 0;
+  for (int r = 0; r < R; ++r) longest = seq_lens[r] > longest ? seq_lens[r] : longest;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && K > 1)
+  for (int head = 0; head < K; ++head) {
+    std::vector<float> p(longest + L), ds(longest + L);
+    std::vector<int64_t> at(longest);
+    for (int r = 0; r < R; ++r) {
+      const int n = cu_q[r + 1] - cu_q[r];
+      for (int j = 0; j < seq_lens[r]; ++j)
+        at[j] = ((int64_t(tables[int64_t(r) * table_stride + j / S]) * S + j % S) * K + head) * F;
+      for (int i = 0; i < n; ++i)
+        for (int g = 0; g < G; ++g) {
+          const int64_t row = (int64_t(cu_q[r] + i) * H + head * G + g) * F;
+          attend_backward<T>(dq + row, dk, dv, dout + row, q + row, k, v, at.data(), seq_lens[r] - n + i + 1, F, scale,
+                             p.data(), ds.data());
+        }
+    }
+  }
+}
+
+template <typename T>
+void write_kv(T* kcache, T* vcache, const T* key, const T* value, const int64_t* slots, int tokens, int K, int F,
+              int S, int threads) {
+  constexpr int P = Pair<T>::P;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && int64_t(tokens) * K * F >= (1 << 15))
+  for (int t = 0; t < tokens; ++t) {
+    const int64_t block = slots[t] / S, at = slots[t] % S;
+    for (int h = 0; h < K; ++h) {
+      const T* k = key + (int64_t(t) * K + h) * F;
+      const T* v = value + (int64_t(t) * K + h) * F;
+      T* to = kcache + (block * K + h) * F * S + at * P;
+      for (int f = 0; f < F; f += P)
+        for (int i = 0; i < P; ++i) to[f * S + i] = k[f + i];
+      T* row = vcache + (block * K + h) * S * F + at / P * P * F + at % P;
+      for (int f = 0; f < F; ++f) row[f * P] = v[f];
+    }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(SUFFIX, T)                                                                                            \
+  extern "C" void midstream_paged_attention_##SUFFIX(T* out, const T* q, const T* k, const T* v,                     \
+                                                     const int32_t* tables, const int32_t* cu_q,                     \
+                                                     const int32_t* seq_lens, int R, int stride, int H, int K,       \
+                                                     int F, int S, float scale, int threads) {                       \
+    paged_attention<T>(out, q, k, v, tables, cu_q, seq_lens, R, stride, H, K, F, S, scale, threads);                 \
+  }                                                                                                                  \
+  extern "C" void midstream_paged_attention_backward_##SUFFIX(                                                       \
+      float* dq, float* dk, float* dv, const T* dout, const T* q, const T* k, const T* v, const int32_t* tables,     \
+      const int32_t* cu_q, const int32_t* seq_lens, int R, int stride, int H, int K, int F, int S, float scale,      \
+      int threads) {                                                                                                 \
+    paged_attention_backward<T>(dq, dk, dv, dout, q, k, v, tables, cu_q, seq_lens, R, stride, H, K, F, S, scale,     \
+                                threads);                                                                            \
+  }                                                                                                                  \
+  extern "C" void midstream_write_kv_##SUFFIX(T* kc, T* vc, const T* k, const T* v, const int64_t* slots,            \
+                                              int tokens, int K, int F, int S, int threads) {                        \
+    write_kv<T>(kc, vc, k, v, slots, tokens, K, F, S, threads);                                                      \
+  }
+
+EXPORT(f32, float)
+EXPORT(bf16, bf16)

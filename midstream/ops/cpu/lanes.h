@@ -1,0 +1,86 @@
+// Sixteen lanes of fp32, loaded from and stored to fp32 or bf16: the alphabet of all kernels here. GCC and clang make
+// AVX-512, AVX2 or NEON code of it; only what has no such expression names an instruction set, beside a plain path.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int L = 16;
+typedef float vec __attribute__((vector_size(L * 4), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(L * 4), aligned(4)));
+typedef uint32_t uvec __attribute__((vector_size(L * 4), aligned(4)));
+typedef uint16_t hvec __attribute__((vector_size(L * 2), aligned(2)));
+
+struct bf16 { uint16_t bits; };
+
+inline vec load(const float* p) { vec v; std::memcpy(&v, p, sizeof v); return v; }
+inline vec load(const bf16* p) {
+  hvec h; std::memcpy(&h, p, sizeof h);
+  uvec u = __builtin_convertvector(h, uvec) << 16;
+  vec v; std::memcpy(&v, &u, sizeof v); return v;
+}
+inline float scalar(float x) { return x; }
+inline float scalar(bf16 x) { uint32_t u = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, vec v) {  // round to nearest even; NaN stays NaN
+#ifdef __AVX512BF16__
+  __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(p, &h, sizeof h);
+#else
+  uvec u; std::memcpy(&u, &v, sizeof u);
+  uvec r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  ivec nan = (v != v);
+  r = (uvec)(((ivec)r & ~nan) | (nan & 0x7fc0));
+  hvec h = __builtin_convertvector(r, hvec);
+  std::memcpy(p, &h, sizeof h);
+#endif
+}
+inline vec splat(float x) { return x - vec{}; }
+
+// Lanes are added in order, so a sum over whole vectors has one value whatever the compiler does.
+inline float sum_lanes(vec v) {
+  float s = 0;
+  for (int i = 0; i < L; ++i) s += v[i];
+  return s;
+}
+inline float max_lanes(vec v) {
+  float m = v[0];
+  for (int i = 1; i < L; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// exp(x) for x <= 0: round to a power of two, then a degree-6 polynomial on [-ln2/2, ln2/2]; -inf gives exactly 0.
+inline vec exp_neg(vec x) {
+  const vec low = splat(-87.0f);
+  ivec dead = x < low;
+  x = x < low ? low : x;
+  vec t = x * 1.44269504088896341f;
+  const vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  vec n = (t + magic) - magic;
+  vec r = x - n * 0.693145751953125f;
+  r = r - n * 1.42860682030941723212e-6f;
+  vec p = splat(1.3888889e-3f);
+  p = p * r + 8.3333338e-3f;
+  p = p * r + 4.1666668e-2f;
+  p = p * r + 1.6666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  ivec e = (__builtin_convertvector(n, ivec) + 127) << 23;
+  vec scale; std::memcpy(&scale, &e, sizeof scale);
+  p = p * scale;
+  ivec bits; std::memcpy(&bits, &p, sizeof bits);
+  bits &= ~dead;
+  std::memcpy(&p, &bits, sizeof p);
+  return p;
+}
+
+}  // namespace
