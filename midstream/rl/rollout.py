@@ -18,20 +18,22 @@ Two sources of groups, one contract (``GroupSource``):
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from midstream.errors import EnginePaused, MidstreamError, TimedOut
 from midstream.rl.advantage import is_useless, overlong_penalty
 from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.engine_thread import CLOSE_S
 from midstream.rl.engine_thread import EngineThread as EngineThread
-from midstream.rl.env import Problem, Task, score
+from midstream.rl.env import Completion, Problem, Task, TurnTask, next_turn, score
 from midstream.rl.types import EvalResult, Rollout, RolloutGroup, TakenGroups, eval_seed, group_seed
-from midstream.types import CompletionOutput, SamplingParams
+from midstream.types import CompletionOutput, SamplingParams, WeightVersionSpan
 
 if TYPE_CHECKING:
     from midstream.rl.config import TrainConfig
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _RETRY_S = 0.2
+_USELESS_WARNING = 64
+_log = logging.getLogger(__name__)
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -55,7 +59,8 @@ async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Turns a group's number into a scored group: one request of n samples, then their rewards."""
+    """Turns a group's number into a scored group: one request of n samples, then for each of them, where the task has
+    several turns, the later turns one by one; then their rewards."""
 
     client: EngineClient
     task: Task
@@ -66,9 +71,12 @@ class Sampler:
     group_timeout_s: float = 300.0
     overlong_buffer_tokens: int = 0
     overlong_factor: float = 1.0
+    max_model_len: int | None = None
 
     @classmethod
-    def from_config(cls, client: EngineClient, task: Task, config: TrainConfig) -> Sampler:
+    def from_config(
+        cls, client: EngineClient, task: Task, config: TrainConfig, max_model_len: int | None = None
+    ) -> Sampler:
         return cls(
             client,
             task,
@@ -78,6 +86,7 @@ class Sampler:
             config.group_timeout_s,
             config.overlong_buffer_tokens,
             config.overlong_factor,
+            max_model_len,
         )
 
     async def group(self, g: int) -> RolloutGroup:
@@ -90,7 +99,7 @@ class Sampler:
             replace(
                 rollout,
                 penalty=overlong_penalty(
-                    len(rollout.output_token_ids),
+                    len(rollout.logprobs),
                     self.params.max_tokens,
                     self.overlong_buffer_tokens,
                     self.overlong_factor,
@@ -122,9 +131,10 @@ class Sampler:
     async def _rollouts(self, problem: Problem, g: int, params: SamplingParams, request_id: str) -> list[Rollout]:
         try:
             async with asyncio.timeout(self.group_timeout_s):
-                outputs = await self._generate(problem, params, request_id)
-                completions = [self.task.completion(o.token_ids, o.finish_reason or "error") for o in outputs]
-                rewards = await _gather([score(self.task, problem, c, self.reward_timeout_s) for c in completions])
+                outputs = await self._generate(problem.prompt_token_ids, params, request_id)
+                return await _gather([
+                    self._episode(problem, g, output, params, f"{request_id}-{output.index}") for output in outputs
+                ])  # fmt: skip
         except TimeoutError as error:
             if isinstance(error, MidstreamError):
                 raise
@@ -132,16 +142,65 @@ class Sampler:
                 f"{request_id} was not generated and scored within {self.group_timeout_s:g} s; raise group_timeout_s, "
                 "or look whether the engine is paused"
             ) from error
-        return [_rollout(problem, g, o, reward) for o, reward in zip(outputs, rewards, strict=True)]
 
-    async def _generate(self, problem: Problem, params: SamplingParams, request_id: str) -> list[CompletionOutput]:
+    async def _episode(
+        self, problem: Problem, g: int, output: CompletionOutput, params: SamplingParams, request_id: str
+    ) -> Rollout:
+        """What follows the first turn, and the reward. Later turns draw with the seed of the first: a draw depends on
+        it and the token's position in the sequence."""
+        task, index, budget = self.task, output.index, params.max_tokens or 0
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        spans: list[WeightVersionSpan] = []
+        kv_versions: list[tuple[int, int, int]] = []
+        reprefilled = 0
+        earlier: tuple[Completion, ...] = ()
+        while True:
+            at = len(tokens)
+            spans += [replace(s, start=s.start + at, end=s.end + at) for s in output.weight_versions]
+            tokens += output.token_ids
+            logprobs += output.token_logprobs
+            kv_versions += output.kv_versions or []
+            reprefilled += output.num_reprefilled_tokens
+            completion = replace(task.completion(output.token_ids, output.finish_reason or "error"), earlier=earlier)
+            if completion.finish_reason != "stop" or len(earlier) + 1 >= getattr(task, "max_turns", 1):
+                break
+            reply = await next_turn(cast(TurnTask, task), problem, completion, self.reward_timeout_s)
+            if reply is None:
+                break
+            context = [*problem.prompt_token_ids, *tokens, *reply]
+            left = budget - len(logprobs)
+            if left == 0 or len(context) >= (self.max_model_len or math.inf):
+                completion = replace(completion, finish_reason="length")
+                break
+            tokens += reply
+            earlier += (completion,)
+            once = replace(params, n=1, seed=output.seed, max_tokens=left)
+            (output,) = await self._generate(context, once, f"{request_id}-turn-{len(earlier) + 1}")
+        return Rollout(
+            group=g,
+            index=index,
+            prompt_token_ids=problem.prompt_token_ids,
+            output_token_ids=tokens,
+            logprobs=logprobs,
+            spans=spans,
+            seed=output.seed,
+            finish_reason=completion.finish_reason,
+            reward=await score(task, problem, completion, self.reward_timeout_s),
+            kv_versions=kv_versions or None,
+            num_reprefilled_tokens=reprefilled,
+        )
+
+    async def _generate(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
+    ) -> list[CompletionOutput]:
         """All n completions, whole. What an operator's pause cuts short or refuses is sampled again, from the same
         seed and the weights that stand then, so the group is never older than its launch."""
         attempt = 0
         while True:
             name = request_id if attempt == 0 else f"{request_id}-retry-{attempt}"
             try:
-                output = await self.client.generate_one(problem.prompt_token_ids, params, request_id=name)
+                output = await self.client.generate_one(prompt_token_ids, params, request_id=name)
             except EnginePaused:
                 pass
             else:
@@ -169,20 +228,22 @@ def sampling_params(config: TrainConfig) -> SamplingParams:
     )
 
 
-def _rollout(problem: Problem, g: int, output: CompletionOutput, reward: float) -> Rollout:
-    return Rollout(
-        group=g,
-        index=output.index,
-        prompt_token_ids=problem.prompt_token_ids,
-        output_token_ids=output.token_ids,
-        logprobs=output.token_logprobs,
-        spans=output.weight_versions,
-        seed=output.seed,
-        finish_reason=output.finish_reason or "error",
-        reward=reward,
-        kv_versions=output.kv_versions,
-        num_reprefilled_tokens=output.num_reprefilled_tokens,
-    )
+class Streak:
+    """How many groups in a row had nothing to teach. Says so at 64, 128, 256, …: a run must not spin in silence."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def add(self, group: RolloutGroup, useful: bool) -> None:
+        self.length = 0 if useful else self.length + 1
+        if self.length >= _USELESS_WARNING and self.length.bit_count() == 1:
+            _log.warning(
+                "%d groups in a row have nothing to teach: within each, all rewards are equal (last: %g). Look at the "
+                "reward function and at rollouts (is max_tokens long enough?), take easier problems, or raise "
+                "samples_per_group or temperature; dynamic_sampling=false trains on such groups too",
+                self.length,
+                group.rewards[0],
+            )
 
 
 class GroupSource(Protocol):
@@ -209,6 +270,7 @@ class RolloutWorker:
     def __init__(self, sampler: Sampler, buffer: RolloutBuffer, engine: EngineThread) -> None:
         self._sampler = sampler
         self._buffer = buffer
+        self._streak = Streak()
         self._engine = engine
         self._changed = threading.Condition()  # guards the buffer, the error and the flag
         self._error: BaseException | None = None
@@ -272,7 +334,7 @@ class RolloutWorker:
         try:
             group = await self._sampler.group(g)
             with self._changed:
-                self._buffer.resolve(group)
+                self._streak.add(group, self._buffer.resolve(group))
                 self._changed.notify_all()
         except asyncio.CancelledError:
             raise
@@ -306,6 +368,7 @@ class SyncRollouts:
         self._groups_per_step = groups_per_step
         self._engine = engine
         self._dynamic_sampling = dynamic_sampling
+        self._streak = Streak()
         self._next_group = next_group
         self._next_step = next_step
         self._may_go = threading.Event()  # the engine holds the weights of the last step
@@ -336,6 +399,7 @@ class SyncRollouts:
             for group in groups:
                 drop = self._dynamic_sampling and is_useless(group.rewards)
                 (useless if drop else useful).append(group)
+                self._streak.add(group, not drop)
         step = self._next_step
         self._next_step += 1
         self._may_go.clear()
