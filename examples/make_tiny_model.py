@@ -34,9 +34,10 @@ from transformers import AutoTokenizer
 from midstream import LLM, SamplingParams
 from midstream.models.config import ModelConfig
 from midstream.models.weights import parameter_shapes
-from midstream.rl.env import HFTokenizer, Problem, ReverseTask, Task, heldout_problems
+from midstream.rl.env import HFTokenizer, Problem, Task, heldout_problems
 from midstream.rl.loss import clip_grad_norm
 from midstream.rl.policy import Policy
+from midstream.rl.tasks import ReverseTask
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+=, "

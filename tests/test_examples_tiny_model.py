@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from midstream import LLM
 from midstream.models.loader import load_weights, open_checkpoint
 from midstream.models.weights import parameter_shapes
-from midstream.rl.env import HFTokenizer, ReverseTask, heldout_problems, split_of
+from midstream.rl.env import HFTokenizer, heldout_problems, split_of
+from midstream.rl.tasks import ReverseTask
 from midstream.serving.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,13 +15,11 @@ from midstream.rl.env import (
     Completion,
     HFTokenizer,
     Problem,
-    PromptTask,
-    ReverseTask,
     heldout_problems,
-    make_task,
     score,
     split_of,
 )
+from midstream.rl.tasks import PromptTask, ReverseTask, make_task
 
 RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
 
@@ -33,6 +31,8 @@ class Characters:
 
     def encode(self, text: str) -> list[int]:
         return [1 + string.printable.index(c) for c in text]
+
+    prompt = encode
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(string.printable[i - 1] for i in token_ids if i)
@@ -134,7 +134,7 @@ def test_partial_credit_is_the_datasets_own_score() -> None:
 def test_a_users_own_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "from midstream.rl.env import PromptTask\n"
+        "from midstream.rl.tasks import PromptTask\n"
         "async def reward(problem, completion):\n"
         "    return float(len(completion.text))\n"
         "def make_task(tokenizer, seed, count=100):\n"

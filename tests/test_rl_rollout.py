@@ -135,6 +135,25 @@ def test_a_request_that_never_ends_is_a_time_out(engine: EngineThread, kind: str
     assert client.running == 0
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_run_that_has_nothing_to_learn_from_says_so(
+    engine: EngineThread, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Learns(MixedReward):
+        """All rewards are equal until the 200th group."""
+
+        async def reward(self, problem: Problem, completion: Completion) -> float:
+            return 0.5 if problem.index < 200 else await super().reward(problem, completion)
+
+    groups = source(kind, sampler(FakeEngineClient(), task=Learns()), engine)
+    groups.start()
+    assert len(groups.take(20.0).groups) == 2
+    groups.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split()[0] for text in said] == ["64", "128"]
+    assert all("groups in a row" in text and "equal (last: 0.5)" in text and "dynamic_sampling=false" in text for text in said)
+
+
 def test_closing_ends_what_is_in_flight(engine: EngineThread) -> None:
     client = FakeEngineClient()
     held = asyncio.Event()

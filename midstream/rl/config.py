@@ -152,7 +152,7 @@ class TrainConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> TrainConfig:
-        """A recipe file; ``overrides`` that are not None win. Its model and its task's files are looked for beside it."""
+        """A recipe; ``overrides`` that are not None win. Model and files of the task are looked for beside it."""
         path = Path(path)
         try:
             values = tomllib.loads(path.read_text())

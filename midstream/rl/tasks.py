@@ -1,4 +1,4 @@
-"""The tasks that come with midstream, and how a recipe names one: made-up problems, reasoning-gym's, and your prompts."""
+"""The tasks that come with midstream (made-up problems, reasoning-gym's, your prompts), and how a recipe names one."""
 
 from __future__ import annotations
 
@@ -245,8 +245,7 @@ def jsonl_task(
     if not rows:
         raise InvalidInput(f"{path} is empty: one JSON object with `prompt` or `messages` per line")
     return PromptTask(
-        path.name, rows, reward or answer_reward, tokenizer=tokenizer, seed=seed, use_chat_template=chat
-    )
+        path.name, rows, reward or answer_reward, tokenizer=tokenizer, seed=seed, use_chat_template=chat)
 
 
 def _fault(row: Any, needs_answer: bool) -> str:
