@@ -180,10 +180,10 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     import torch
 
     from midstream.ops.numerics import difference, fingerprint
+    from midstream.rl.engine_thread import EngineThread
     from midstream.rl.exact import check_run
     from midstream.rl.policy import Policy
     from midstream.rl.report import LiveDisplay
-    from midstream.rl.rollout import EngineThread
     from midstream.rl.sync import open_transfer
     from midstream.rl.tasks import make_task
     from midstream.rl.trainer import AsyncTrainer
@@ -285,7 +285,7 @@ def _print_summary(s: dict[str, Any], config: TrainConfig, out: Path) -> None:
         ("decode step, median", f"{number('step_ms_median', '.2f')} ms"),
         ("generation / optimizer time", number("generation_to_training_ratio", ".2f")),
         ("re-prefilled tokens per update", number("reprefill_tokens_per_update", ".0f")),
-        ("training", f"{number('training_s', '.1f')} s for {s['steps'] - s['first_step']} steps"),
+        ("training", f"{number('training_s', '.1f')} s for {s['steps_taken']} steps"),
     ]  # fmt: skip
     print()
     for name, value in rows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,11 @@ class SuccessorTask(ExactTask):
     def draw(self, rng: random.Random) -> tuple[str, str]:
         word = "".join(rng.choice(LETTERS) for _ in range(rng.randint(4, 7)))
         return word, LETTERS[(LETTERS.index(word[-1]) + 1) % len(LETTERS)]
+
+
+def logprobs_from_bits(bits: str) -> list[float]:
+    """Inverse of a run directory's ``logprob_bits``."""
+    return list(struct.unpack(f">{len(bits) // 8}f", bytes.fromhex(bits)))
 
 
 def next_logprobs(table: Tensor, rows: Tensor, temperature: float) -> Tensor:

@@ -12,8 +12,10 @@ import pytest
 from fakes_rl import FakeEngineClient, LetterTokenizer, SuccessorTask
 from midstream.errors import Conflict, EngineDead, MidstreamError, TimedOut
 from midstream.rl.buffer import RolloutBuffer
+from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Completion, Problem
-from midstream.rl.rollout import EngineThread, GroupSource, RolloutWorker, Sampler, SyncRollouts
+from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
+from midstream.rl.sampler import Sampler
 from midstream.rl.types import eval_seed, group_seed
 from midstream.types import RequestOutput, SamplingParams, WeightVersion, child_seed
 
@@ -151,7 +153,9 @@ def test_a_run_that_has_nothing_to_learn_from_says_so(
     groups.close()
     said = [record.getMessage() for record in caplog.records]
     assert [text.split()[0] for text in said] == ["64", "128"]
-    assert all("groups in a row" in text and "equal (last: 0.5)" in text and "dynamic_sampling=false" in text for text in said)
+    assert all(
+        "groups in a row" in text and "equal (last: 0.5)" in text and "dynamic_sampling=false" in text for text in said
+    )
 
 
 def test_closing_ends_what_is_in_flight(engine: EngineThread) -> None:

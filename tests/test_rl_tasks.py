@@ -45,7 +45,14 @@ def test_every_line_is_a_problem_and_its_object_the_problems_data(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("said", "end", "value"),
-    [("7", True, 1.0), (" 7\n", True, 1.0), ("7", False, 0.0), ("7.", True, 0.0), ("It is 7", True, 0.0), ("", True, 0)],
+    [
+        ("7", True, 1.0),
+        (" 7\n", True, 1.0),
+        ("7", False, 0.0),
+        ("7.", True, 0.0),
+        ("It is 7", True, 0.0),
+        ("", True, 0),
+    ],
 )
 def test_right_is_exactly_the_answer_and_an_end(tmp_path: Path, said: str, end: bool, value: float) -> None:
     rows: list[Any] = [{"prompt": f"{i}", "answer": a} for i, a in enumerate([7, "7", " 7 "] * 20)]

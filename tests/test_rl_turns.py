@@ -13,17 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fakes_rl import EOS, FakeEngineClient, LetterTokenizer, SuccessorTask, TablePolicy
+from fakes_rl import EOS, FakeEngineClient, LetterTokenizer, SuccessorTask, TablePolicy, logprobs_from_bits
 from midstream import AsyncLLM
 from midstream.cli import QUICKSTART, TaskText
 from midstream.errors import InvalidInput, RewardError, TimedOut
 from midstream.rl.advantage import build_batch
-from midstream.rl.env import Completion, HFTokenizer, Problem, user_turn
+from midstream.rl.engine_thread import EngineThread
+from midstream.rl.env import Completion, Problem, user_turn
 from midstream.rl.policy import Policy
-from midstream.rl.rollout import EngineThread, Sampler
-from midstream.rl.run_directory import logprobs_from_bits
+from midstream.rl.sampler import Sampler
 from midstream.rl.tasks import TextTask
 from midstream.rl.types import MicroBatch, RolloutGroup
+from midstream.serving.text import Text
 from midstream.types import SamplingParams, WeightVersion, child_seed
 from test_rl_trainer import a_run, config, consumed, train
 
@@ -290,10 +291,10 @@ CHAT = (
 
 
 def test_a_users_turn_in_the_middle_is_the_chat_templates() -> None:
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(MODEL)
+    text = Text(MODEL)
+    theirs = text.tokenizer()
     theirs.chat_template = CHAT
-    tokenizer = HFTokenizer(theirs)
+    tokenizer = TaskText(text, (theirs.eos_token_id,))
     chat = [{"role": "user", "content": "say abc"}]
     ids = tokenizer.chat(chat)
     for said, answer in (("abc", "no, again"), ("a", "a"), ("b,", "?b")):

@@ -27,7 +27,7 @@ def rollout(
 
 
 def episode(spans: list[tuple[str, int, int]], length: int = 7, count: int | None = None) -> Rollout:
-    """Seven tokens, of which ``count`` (by default: those in the spans) have a logprob. A version's number is its label."""
+    """So many tokens, of which ``count`` (by default: those in the spans) have a logprob."""
     found = [WeightVersionSpan(label, int(label), start, end) for label, start, end in spans]
     count = sum(end - start for _, start, end in spans) if count is None else count
     return replace(rollout(length=length), logprobs=[-0.5] * count, spans=found)

@@ -77,28 +77,6 @@ def user_turn(tokenizer: Tokenizer, content: str) -> list[int]:
     return tail[1:]
 
 
-class HFTokenizer:
-    """A ``Tokenizer`` over one from transformers, handed in so that this module need not import that library."""
-
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] | None = None) -> None:
-        self._tokenizer = tokenizer
-        eos = tokenizer.eos_token_id if eos_token_ids is None else eos_token_ids
-        self.eos_token_ids: tuple[int, ...] = (eos,) if isinstance(eos, int) else tuple(eos or ())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def prompt(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        # As text and then encoded: what apply_chat_template returns for ids differs between library versions.
-        return self.encode(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One prompt. ``data`` is the task's own: the answer, a dataset entry, a row of a file."""

@@ -52,11 +52,6 @@ def logprob_bits(logprobs: Sequence[float]) -> str:
     return packed.hex()
 
 
-def logprobs_from_bits(bits: str) -> list[float]:
-    """Inverse of :func:`logprob_bits`."""
-    return list(struct.unpack(f">{len(bits) // 8}f", bytes.fromhex(bits)))
-
-
 class RunDirectory:
     """Writes a run's files. One thread per file: the trainer's, except updates and versions (the update's thread)."""
 

@@ -244,8 +244,7 @@ def jsonl_task(
             rows.append((row["prompt"] if "prompt" in row else row["messages"], row))
     if not rows:
         raise InvalidInput(f"{path} is empty: one JSON object with `prompt` or `messages` per line")
-    return PromptTask(
-        path.name, rows, reward or answer_reward, tokenizer=tokenizer, seed=seed, use_chat_template=chat)
+    return PromptTask(path.name, rows, reward or answer_reward, tokenizer=tokenizer, seed=seed, use_chat_template=chat)
 
 
 def _fault(row: Any, needs_answer: bool) -> str:
@@ -264,8 +263,7 @@ def _fault(row: Any, needs_answer: bool) -> str:
     answer = row.get("answer")
     if needs_answer and (isinstance(answer, bool) or not isinstance(answer, (str, int, float))):
         return (
-            f"`answer` must be a text or a number, got {answer!r}; or name your own reward: "
-            "FILE.jsonl:FILE.py:FUNCTION"
+            f"`answer` must be a text or a number, got {answer!r}; or name your own reward: FILE.jsonl:FILE.py:FUNCTION"
         )
     return ""
 

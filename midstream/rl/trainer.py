@@ -40,8 +40,9 @@ from midstream.rl.config import TrainConfig
 from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Task, heldout_problems
 from midstream.rl.loss import LossStats, clip_grad_norm, dapo_loss
-from midstream.rl.rollout import GroupSource, RolloutWorker, Sampler, SyncRollouts, sampling_params
+from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
 from midstream.rl.run_directory import RunDirectory
+from midstream.rl.sampler import Sampler, sampling_params
 from midstream.rl.sync import Sends, UpdateRecord, WeightSync
 from midstream.rl.types import EvalResult, MicroBatch, TakenGroups, TrainBatch
 from midstream.types import SamplingParams
@@ -123,7 +124,6 @@ class AsyncTrainer:
         self._updates: list[UpdateRecord] = []
         if resume is not None:
             self._load(Path(resume))
-        self._first_step = self.step
         if self.step >= config.steps:
             raise InvalidInput(f"the checkpoint is at step {self.step} already; steps is {config.steps}")
         self._files = RunDirectory(run_directory)
@@ -333,7 +333,7 @@ class AsyncTrainer:
         training_s: float,
         started: float,
     ) -> dict[str, Any]:
-        summary: dict[str, Any] = {"steps": self.step, "first_step": self._first_step, "training_s": training_s}
+        summary: dict[str, Any] = {"steps": self.step, "steps_taken": len(self._updates) - 1, "training_s": training_s}
         for when, results in (("before", before), ("after", after)):
             if results is not None:
                 sampled, greedy = results

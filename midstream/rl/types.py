@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
 
 from midstream.errors import InvalidInput
 from midstream.types import MAX_SEED, FinishReason, WeightVersionSpan
@@ -184,8 +183,4 @@ class EvalResult:
     """Share of problems with full reward (>= 1)."""
     reward: float
     num_problems: int
-    seconds: float
     rollouts: list[Rollout] = field(repr=False, default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"accuracy": self.accuracy, "reward": self.reward, "problems": self.num_problems, "s": self.seconds}

@@ -105,7 +105,8 @@ def test_a_file_of_prompts_is_a_task(tmp_path: pathlib.Path) -> None:
     words = ["".join(chr(97 + (7 * i * k + i + k) % 26) for k in range(6)) for i in range(200)]
     rows = [{"prompt": f"{word}=", "answer": word[::-1]} for word in words]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = train(tmp_path / "run", "--task", str(tmp_path / "words.jsonl"), "--steps", "3", "--set", "eval_problems=0")
+    task = str(tmp_path / "words.jsonl")
+    summary = train(tmp_path / "run", "--task", task, "--steps", "3", "--set", "eval_problems=0")
     assert summary["exact_tokens"] == summary["tokens"] > 300
     assert summary["updates"] == 3, "also the last one, that no evaluation comes after"
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
