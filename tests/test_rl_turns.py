@@ -141,6 +141,12 @@ def test_a_bad_reply_is_one_clear_error(engine: EngineThread, say: Any, says: st
         group(engine, Replies(say), reward_timeout_s=0.05)
 
 
+@pytest.mark.parametrize("turns", [0, "2", 1.0, None])
+def test_a_number_of_turns_is_a_number(tmp_path: Path, turns: Any) -> None:
+    with pytest.raises(InvalidInput, match="max_turns of task successor must be an int of at least 1"):
+        train(tmp_path, config(), task=Replies(ask, turns))
+
+
 def test_the_groups_time_limit_is_for_the_whole_episode(engine: EngineThread) -> None:
     client = FakeEngineClient()
 

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from midstream.errors import EnginePaused, MidstreamError, TimedOut
+from midstream.errors import EnginePaused, InvalidInput, MidstreamError, TimedOut
 from midstream.rl.advantage import overlong_penalty
 from midstream.rl.env import Completion, Problem, Task, TurnTask, next_turn, score
 from midstream.rl.types import EvalResult, Rollout, RolloutGroup, eval_seed, group_seed
@@ -54,6 +54,9 @@ class Sampler:
     def from_config(
         cls, client: EngineClient, task: Task, config: TrainConfig, max_model_len: int | None = None
     ) -> Sampler:
+        turns = getattr(task, "max_turns", 1)
+        if type(turns) is not int or turns < 1:
+            raise InvalidInput(f"max_turns of task {task.name} must be an int of at least 1, got {turns!r}")
         names = ("reward_timeout_s", "group_timeout_s", "overlong_buffer_tokens", "overlong_factor")
         options = {name: getattr(config, name) for name in names}
         return cls(client, task, sampling_params(config), config.seed, max_model_len=max_model_len, **options)
