@@ -29,14 +29,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
-from transformers import AutoTokenizer
 
 from midstream import LLM, SamplingParams
+from midstream.cli import TaskText
 from midstream.models.config import ModelConfig
 from midstream.models.weights import parameter_shapes
-from midstream.rl.env import HFTokenizer, Problem, ReverseTask, Task, heldout_problems
+from midstream.rl.env import Problem, Task, heldout_problems
 from midstream.rl.loss import clip_grad_norm
 from midstream.rl.policy import Policy
+from midstream.rl.tasks import ReverseTask
+from midstream.serving.text import Text
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+=, "
@@ -187,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as made:  # nothing is written to --out before the warm start is over
         write_random_model(Path(made), args.seed)
-        task = ReverseTask(HFTokenizer(AutoTokenizer.from_pretrained(made)), args.seed)
+        task = ReverseTask(TaskText(Text(made), (EOS,)), args.seed)
         policy = Policy(made, dtype="float32")
         warm_start(policy, task, args.steps, args.seed)
         policy.save(args.out)

@@ -20,8 +20,8 @@ import torch
 
 import midstream
 from midstream import AsyncLLM, SamplingParams
+from midstream.rl.engine_thread import EngineThread
 from midstream.rl.policy import Policy
-from midstream.rl.rollout import EngineThread
 from midstream.rl.sync import open_transfer
 
 MODEL = str(Path(midstream.__file__).parent / "rl" / "models" / "reverse")

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "  midstream train                                    the quick start: a tiny model learns on this CPU\n"
         "  midstream train --sync --steps 40                  the synchronous algorithm\n"
         "  midstream train --model M.gguf --task reasoning_gym:chain_sum\n"
+        "  midstream train --model DIR --task prompts.jsonl   one {\"prompt\": …, \"answer\": …} per line\n"
         "  midstream check exact --run runs/quickstart        recompute every logprob of a run, bit for bit\n"
         "  midstream check exact --model DIR                  the same for any model, under varied batching\n",
     )
@@ -77,7 +78,13 @@ def _add_train(commands: Any) -> None:
     )
     p.add_argument("--recipe", metavar="FILE", help="TOML file of settings (default: the quick start's)")
     p.add_argument("--model", metavar="PATH", help="checkpoint directory or GGUF file")
-    p.add_argument("--task", metavar="TASK", help="reverse, addition, sort, reasoning_gym:NAME, or FILE.py:FUNCTION")
+    p.add_argument(
+        "--task",
+        metavar="TASK",
+        help="reverse, addition, sort, reasoning_gym:NAME, FILE.py:FUNCTION (returns a task), or FILE.jsonl: an object "
+        "with `prompt` (or `messages`) and `answer` per line, paid 1 for exactly the answer and an end; or "
+        "FILE.jsonl:FILE.py:REWARD, your own `async def reward(problem, completion)`, the line in problem.data",
+    )
     p.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
     p.add_argument("--max-staleness", type=int, metavar="N", help="optimizer steps a token's weights may lag behind")
     p.add_argument("--sync", action="store_true", default=None, help="generate only between optimizer steps")
@@ -173,12 +180,12 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     import torch
 
     from midstream.ops.numerics import difference, fingerprint
-    from midstream.rl.env import make_task
+    from midstream.rl.engine_thread import EngineThread
     from midstream.rl.exact import check_run
     from midstream.rl.policy import Policy
     from midstream.rl.report import LiveDisplay
-    from midstream.rl.rollout import EngineThread
     from midstream.rl.sync import open_transfer
+    from midstream.rl.tasks import make_task
     from midstream.rl.trainer import AsyncTrainer
     from midstream.serving.async_llm import AsyncLLM
 
@@ -226,6 +233,7 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
                 run_directory=out,
                 step_log=step_log,
                 resume=resume,
+                max_model_len=status["max_model_len"],
                 on_step=show,
                 checker=checker if check and config.keep_versions else None,
             )
@@ -247,6 +255,9 @@ class TaskText:
         self.eos_token_ids = eos_token_ids
 
     def encode(self, text: str) -> list[int]:
+        return self._text.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    def prompt(self, text: str) -> list[int]:
         return self._text.encode(text)  # type: ignore[no-any-return]
 
     def decode(self, token_ids: Any) -> str:
@@ -274,7 +285,7 @@ def _print_summary(s: dict[str, Any], config: TrainConfig, out: Path) -> None:
         ("decode step, median", f"{number('step_ms_median', '.2f')} ms"),
         ("generation / optimizer time", number("generation_to_training_ratio", ".2f")),
         ("re-prefilled tokens per update", number("reprefill_tokens_per_update", ".0f")),
-        ("training", f"{number('training_s', '.1f')} s for {s['steps']} steps"),
+        ("training", f"{number('training_s', '.1f')} s for {s['steps_taken']} steps"),
     ]  # fmt: skip
     print()
     for name, value in rows:
@@ -359,7 +370,7 @@ def _check_model(a: argparse.Namespace) -> int:
                 name=f"prompt {i}, sample {c.index}",
                 prompt=output.prompt_token_ids,
                 output=c.token_ids,
-                bits=[as_bits(p) for p in c.processed_logprobs],
+                bits=dict(enumerate(map(as_bits, c.processed_logprobs))),
                 spans=[(s.number, s.start, s.end) for s in c.weight_versions],
                 params=params,
                 kv_versions=c.kv_versions,

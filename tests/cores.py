@@ -256,7 +256,7 @@ class Teacher:
                 for at in range(0, len(entries), at_once):
                     part = entries[at : at + at_once]
                     batch = pack([(prompt, [c.token_ids]) for prompt, c in part], self.block_size)
-                    found = iter(sequence_logprobs(self.model, weights, batch, self.block_size, params).tolist())
+                    found = iter(sequence_logprobs(self.model, weights, batch, params).tolist())
                     for _, completion in part:
                         numbers = versions_of(completion.weight_versions)
                         for i, made_under in enumerate(numbers):

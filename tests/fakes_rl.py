@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from midstream.errors import EnginePaused, UpdateConflict
-from midstream.rl.env import ExactTask
+from midstream.rl.tasks import ExactTask
 from midstream.types import (
     CompletionOutput,
     ParamMeta,
@@ -45,6 +46,8 @@ class LetterTokenizer:
     def encode(self, text: str) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
 
+    prompt = encode
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(LETTERS[i] for i in token_ids if i != EOS)
 
@@ -62,14 +65,23 @@ class SuccessorTask(ExactTask):
         return word, LETTERS[(LETTERS.index(word[-1]) + 1) % len(LETTERS)]
 
 
+def logprobs_from_bits(bits: str) -> list[float]:
+    """Inverse of a run directory's ``logprob_bits``."""
+    return list(struct.unpack(f">{len(bits) // 8}f", bytes.fromhex(bits)))
+
+
 def next_logprobs(table: Tensor, rows: Tensor, temperature: float) -> Tensor:
     """[T, V] from table [2 * V, V] and rows [T]. A row's bits do not depend on its neighbours."""
     return F.log_softmax(F.embedding(rows, table) / temperature, dim=-1)
 
 
 def row_of(position: int, previous: int) -> int:
-    """Row of the table for output token ``position``, which follows the token ``previous``."""
-    return min(position, 1) * VOCAB + previous
+    """Row of the table for output token ``position``, which follows the token ``previous``.
+
+    After an ``EOS``, which only a reply can end with, a turn begins wherever it stands: so turns can be told from the
+    context alone, by an engine that sees one turn as by a policy that sees all of them.
+    """
+    return min(position, previous != EOS) * VOCAB + previous
 
 
 class TablePolicy:
@@ -161,6 +173,7 @@ class FakeEngineClient:
         self.cut_short = 0
         """So many requests end with finish reason abort, as in a pause that begins."""
         self.requests: list[str] = []
+        self.prompts: dict[str, list[int]] = {}
         self.running = 0
         self.max_running = 0
         self._slots = asyncio.Semaphore(max_num_seqs)
@@ -175,6 +188,7 @@ class FakeEngineClient:
             self.refuse -= 1
             raise EnginePaused("paused")
         self.requests.append(request_id)
+        self.prompts[request_id] = prompt_token_ids
         outputs = await asyncio.gather(*[
             self._sample(prompt_token_ids, params, request_id, k) for k in range(params.n)
         ])  # fmt: skip

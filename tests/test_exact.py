@@ -17,6 +17,7 @@ import torch
 from checkpoints import VARIANTS, write_checkpoint
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
+from midstream.errors import InvalidInput
 from midstream.ops import cpu
 from midstream.rl.policy import Policy
 from midstream.types import RequestIncrement, SamplingParams, child_seed
@@ -329,12 +330,32 @@ def test_an_empty_completion_takes_no_place_among_the_logprobs(tmp_path: pathlib
     assert torch.equal(policy.logprobs([(PROMPT, [[], [8, 9]]), ([5, 6], [[4, 3], []])], BASE), wanted)
 
 
+@pytest.mark.parametrize(
+    ("sequences", "says"),
+    [
+        ([], "each needs a prompt"),
+        ([([], [[1]])], "each needs a prompt"),
+        ([(PROMPT, [[]]), ([1], [])], "at least one completion token"),
+        ([(PROMPT, [[3, 160]])], r"token ids \[160\] are not in \[0, 160\)"),
+        ([([-1], [[3, 4]])], r"token ids \[-1\] are not in \[0, 160\)"),
+        ([(PROMPT, [[3, 1.5]])], "must be int, got float"),
+        ([(["a"], [[3]])], "must be int, got str"),
+        ([(PROMPT, [[3] * 1000])], "1037 tokens; the model has"),
+    ],
+    ids=range(8),
+)
+def test_sequences_that_the_model_cannot_compute_are_refused(tmp_path, sequences, says: str) -> None:
+    policy = Policy(write_checkpoint(tmp_path / "m", "llama"))
+    with pytest.raises(InvalidInput, match=says):
+        policy.logprobs(sequences, BASE)
+
+
 def test_tokens_on_kept_kv_are_told_apart_by_the_context_they_saw() -> None:
     from midstream.rl.exact import Sample
 
-    sample = Sample("s", [1] * 100, [2, 3, 4], [0, 0, 0], [(1, 0, 3)], SamplingParams(), [(0, 0, 96), (1, 96, 103)])
+    sample = Sample("s", [1] * 100, [2, 3, 4], {0: 0, 1: 0, 2: 0}, [(1, 0, 3)], BASE, [(0, 0, 96), (1, 96, 103)])
     assert not any(sample.is_checkable(i, 1) for i in range(3))  # the prompt's KV is of another version
     kept = [(0, 0, 11), (1, 11, 12)]
-    sample = Sample("s", [1] * 10, [2, 3, 4], [0, 0, 0], [(0, 0, 2), (1, 2, 3)], SamplingParams(), kept)
+    sample = Sample("s", [1] * 10, [2, 3, 4], {0: 0, 1: 0, 2: 0}, [(0, 0, 2), (1, 2, 3)], SamplingParams(), kept)
     assert [sample.is_checkable(i, n) for i, n in ((0, 0), (1, 0), (2, 1))] == [True, True, False]
-    assert Sample("s", [1], [2], [0], [(4, 0, 1)], SamplingParams()).is_checkable(0, 4)
+    assert Sample("s", [1], [2], {0: 0}, [(4, 0, 1)], SamplingParams()).is_checkable(0, 4)

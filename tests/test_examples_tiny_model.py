@@ -15,9 +15,11 @@ import torch
 from tokenizers import Tokenizer
 
 from midstream import LLM
+from midstream.cli import TaskText
 from midstream.models.loader import load_weights, open_checkpoint
 from midstream.models.weights import parameter_shapes
-from midstream.rl.env import HFTokenizer, ReverseTask, heldout_problems, split_of
+from midstream.rl.env import heldout_problems, split_of
+from midstream.rl.tasks import ReverseTask
 from midstream.serving.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +42,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def task() -> ReverseTask:
-    return ReverseTask(HFTokenizer(Text(MODEL).tokenizer()), seed=0)
+    return ReverseTask(TaskText(Text(MODEL), (2,)), seed=0)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -13,15 +13,12 @@ from midstream.errors import InvalidInput, RewardError
 from midstream.rl.env import (
     SPLITS,
     Completion,
-    HFTokenizer,
     Problem,
-    PromptTask,
-    ReverseTask,
     heldout_problems,
-    make_task,
     score,
     split_of,
 )
+from midstream.rl.tasks import PromptTask, ReverseTask, make_task
 
 RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
 
@@ -33,6 +30,8 @@ class Characters:
 
     def encode(self, text: str) -> list[int]:
         return [1 + string.printable.index(c) for c in text]
+
+    prompt = encode
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(string.printable[i - 1] for i in token_ids if i)
@@ -134,7 +133,7 @@ def test_partial_credit_is_the_datasets_own_score() -> None:
 def test_a_users_own_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "from midstream.rl.env import PromptTask\n"
+        "from midstream.rl.tasks import PromptTask\n"
         "async def reward(problem, completion):\n"
         "    return float(len(completion.text))\n"
         "def make_task(tokenizer, seed, count=100):\n"
@@ -220,22 +219,3 @@ def test_a_bad_reward_is_one_clear_error(what: Any, says: str) -> None:
     problem = task.problem("train", 0)
     with pytest.raises(RewardError, match=says):
         asyncio.run(score(task, problem, Completion([EOS], "", "stop"), 0.01))
-
-
-def test_a_tokenizer_of_transformers_is_adapted() -> None:
-    class Theirs:
-        eos_token_id = 7
-
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            return [*([1] if add_special_tokens else []), *map(ord, text)]
-
-        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-            return "".join(map(chr, ids))
-
-        def apply_chat_template(self, messages: Any, add_generation_prompt: bool, tokenize: bool) -> str:
-            return f"<{messages[0]['content']}>"
-
-    tokenizer = HFTokenizer(Theirs())
-    assert tokenizer.encode("a") == [97] and tokenizer.chat([{"role": "user", "content": "a"}]) == [60, 97, 62]
-    assert tokenizer.decode((97, 98)) == "ab" and tokenizer.eos_token_ids == (7,)
-    assert HFTokenizer(Theirs(), [7, 8]).eos_token_ids == (7, 8)

@@ -12,8 +12,10 @@ import pytest
 from fakes_rl import FakeEngineClient, LetterTokenizer, SuccessorTask
 from midstream.errors import Conflict, EngineDead, MidstreamError, TimedOut
 from midstream.rl.buffer import RolloutBuffer
+from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Completion, Problem
-from midstream.rl.rollout import EngineThread, GroupSource, RolloutWorker, Sampler, SyncRollouts
+from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
+from midstream.rl.sampler import Sampler
 from midstream.rl.types import eval_seed, group_seed
 from midstream.types import RequestOutput, SamplingParams, WeightVersion, child_seed
 
@@ -133,6 +135,27 @@ def test_a_request_that_never_ends_is_a_time_out(engine: EngineThread, kind: str
         groups.take(5.0)
     groups.close()
     assert client.running == 0
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_run_that_has_nothing_to_learn_from_says_so(
+    engine: EngineThread, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Learns(MixedReward):
+        """All rewards are equal until the 200th group."""
+
+        async def reward(self, problem: Problem, completion: Completion) -> float:
+            return 0.5 if problem.index < 200 else await super().reward(problem, completion)
+
+    groups = source(kind, sampler(FakeEngineClient(), task=Learns()), engine)
+    groups.start()
+    assert len(groups.take(20.0).groups) == 2
+    groups.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split()[0] for text in said] == ["64", "128"]
+    assert all(
+        "groups in a row" in text and "equal (last: 0.5)" in text and "dynamic_sampling=false" in text for text in said
+    )
 
 
 def test_closing_ends_what_is_in_flight(engine: EngineThread) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fakes_rl import TablePolicy
+from fakes_rl import TablePolicy, logprobs_from_bits
 from midstream.errors import Conflict, InvalidInput
-from midstream.rl.run_directory import RunDirectory, logprob_bits, logprobs_from_bits
+from midstream.rl.run_directory import RunDirectory, logprob_bits
 from midstream.rl.sync import UpdateRecord
 
 

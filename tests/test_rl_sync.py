@@ -9,7 +9,7 @@ import pytest
 
 from fakes_rl import FakeEngineClient, FakeTransfer, TablePolicy
 from midstream.errors import Conflict, TimedOut
-from midstream.rl.rollout import EngineThread
+from midstream.rl.engine_thread import EngineThread
 from midstream.rl.sync import SyncClient, UpdateRecord, WeightSync, open_transfer
 
 

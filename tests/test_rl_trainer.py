@@ -15,13 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fakes_rl import FakeEngineClient, FakeTransfer, LetterTokenizer, SuccessorTask, TablePolicy
+from fakes_rl import FakeEngineClient, FakeTransfer, LetterTokenizer, SuccessorTask, TablePolicy, logprobs_from_bits
 from midstream.errors import Conflict, InvalidInput, RewardError, TimedOut
 from midstream.rl.config import TrainConfig
+from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Completion, Problem
 from midstream.rl.report import read_lines
-from midstream.rl.rollout import EngineThread
-from midstream.rl.run_directory import logprobs_from_bits
 from midstream.rl.sync import SyncClient
 from midstream.rl.trainer import AsyncTrainer
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from midstream.errors import InvalidInput
@@ -24,6 +26,13 @@ def rollout(
     )
 
 
+def episode(spans: list[tuple[str, int, int]], length: int = 7, count: int | None = None) -> Rollout:
+    """So many tokens, of which ``count`` (by default: those in the spans) have a logprob."""
+    found = [WeightVersionSpan(label, int(label), start, end) for label, start, end in spans]
+    count = sum(end - start for _, start, end in spans) if count is None else count
+    return replace(rollout(length=length), logprobs=[-0.5] * count, spans=found)
+
+
 def test_versions_are_read_from_the_spans() -> None:
     r = rollout(length=5, spans=[("3", 0, 2), ("4", 2, 3), ("6", 3, 5)])
     assert r.policy_versions == [3, 3, 4, 6, 6]
@@ -37,6 +46,16 @@ def test_versions_are_read_from_the_spans() -> None:
 def test_every_token_has_exactly_one_version(spans: list[tuple[str, int, int]]) -> None:
     with pytest.raises(InvalidInput, match="malformed"):
         rollout(length=3, spans=spans)
+
+
+def test_tokens_between_two_spans_are_the_environments() -> None:
+    turns = [("3", 0, 2), ("3", 4, 5), ("4", 5, 7)]
+    r = episode(turns)
+    assert r.sampled == [0, 1, 4, 5, 6] and r.policy_versions == [3, 3, 3, 4, 4] and r.spans_versions
+    assert not episode(turns[:2], length=5).spans_versions, "a turn is no version"
+    for spans, count in ((turns, 7), (turns, 4), (turns[:2], 3), (turns[1:], 3), ([("3", 0, 3), *turns[1:]][::-1], 6)):
+        with pytest.raises(InvalidInput, match="malformed"):
+            episode(spans, count=count)
 
 
 def test_a_foreign_label_is_an_error_that_says_so() -> None:

@@ -191,7 +191,7 @@ def masked_logprobs(llm: LLM, weights: Any, output: RequestOutput, params: Sampl
             variants = [chosen, *(k for k in ids if k != chosen)]
             sequences = [(output.prompt_token_ids + completion.token_ids[:i], [[k]]) for k in variants]
             with torch.inference_mode():
-                rows = sequence_logprobs(worker.runner.model, weights, pack(sequences, 16), 16, plain)
+                rows = sequence_logprobs(worker.runner.model, weights, pack(sequences, 16), plain)
             found.append(torch.log_softmax(rows.double(), 0).tolist())
     return found
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from midstream.rl.env import Completion, Problem, PromptTask, Tokenizer
+from midstream.rl.env import Completion, Problem, Tokenizer
+from midstream.rl.tasks import PromptTask
 
 INSTRUCTION = "\n\nThink step by step. The last line of the response must be: Answer: <the final answer>"
 

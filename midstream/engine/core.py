@@ -243,8 +243,6 @@ class EngineCore:
             if not self.scheduler.has_unfinished and not self._is_checked:
                 self.scheduler.check_integrity()
                 self._is_checked = True
-                if self._log:
-                    self._log.flush()
             return False
         self._is_checked = False
         start = time.monotonic()
@@ -446,6 +444,6 @@ class EngineCore:
 
 def _open_log(path: str | None) -> IO[str] | None:
     try:
-        return open(path, "a") if path else None
+        return open(path, "a", buffering=1) if path else None  # whole lines: whoever got an answer finds its commit
     except OSError as error:
         raise InvalidInput(f"step_log {path!r} cannot be written: {error.strerror}") from error

@@ -44,7 +44,9 @@ class PackedBatch:
 
 
 def pack(sequences: Sequences, block_size: int) -> PackedBatch:
-    """Lay out a batch. A completion's last token is a target but never an input."""
+    """Lay out a batch. A completion's last token is a target but never an input. Raises ``InvalidInput``."""
+    if not all(prompt for prompt, _ in sequences) or not any(itertools.chain.from_iterable(c for _, c in sequences)):
+        raise InvalidInput("sequences: each needs a prompt, and all of them together at least one completion token")
     ids: list[int] = []
     positions: list[int] = []
     blocks: list[list[int]] = []
@@ -81,6 +83,8 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
                 add(completion[:-1], len(prompt), table[:num_full], tail)
             rows += [last, *range(at, at + len(completion) - 1)][: len(completion)]  # an empty one has no target
             targets += completion
+    if foreign := ({*map(type, ids), *map(type, targets)} - {int}):
+        raise InvalidInput(f"sequences: token ids must be int, got {', '.join(sorted(t.__name__ for t in foreign))}")
     width = max(map(len, tables))
     slots = [b * block_size + i for b, tokens in enumerate(blocks) for i in range(len(tokens))]
     return PackedBatch(
@@ -101,15 +105,22 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
 
 
 def sequence_logprobs(
-    model: Llama, weights: ModelWeights, batch: PackedBatch, block_size: int, params: SamplingParams
+    model: Llama, weights: ModelWeights, batch: PackedBatch, params: SamplingParams
 ) -> torch.Tensor:
     """Log-probability [N] (fp32) of every completion token under the distribution ``params`` samples from.
 
     Differentiable where the weights are. Bit for bit what the engine reports as processed logprobs; with default
-    params, the raw ones. Raises ``InvalidInput`` for a repetition penalty or a grammar: they need more than logits.
+    params, the raw ones. Raises ``InvalidInput`` for a repetition penalty or a grammar (they need more than logits),
+    and for ids or lengths that the model does not have.
     """
     if params.repetition_penalty != 1 or params.structured_outputs is not None:
         raise InvalidInput("logprobs of whole sequences: repetition_penalty must be 1 and structured_outputs None")
+    vocab, longest = model.config.vocab_size, model.config.max_position_embeddings
+    outside = [t for t in torch.cat((batch.input_ids, batch.targets)).unique().tolist() if not 0 <= t < vocab]
+    if outside:
+        raise InvalidInput(f"sequences: token ids {outside[:8]} are not in [0, {vocab})")
+    if int(batch.positions.max()) >= longest:
+        raise InvalidInput(f"sequences: {int(batch.positions.max()) + 2} tokens; the model has {longest} positions")
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return PagedAttention.apply(q, k, v, batch.placement, batch.metadata, model.scale)  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ class TrainConfig:
     model: str
     """A checkpoint directory or GGUF file; engine and trainer both start from it."""
     task: str
-    """reverse, addition, sort, reasoning_gym:NAME, or FILE.py:FUNCTION."""
+    """reverse, addition, sort, reasoning_gym:NAME, FILE.jsonl, FILE.jsonl:FILE.py:REWARD or FILE.py:FUNCTION."""
     task_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -39,7 +40,7 @@ class TrainConfig:
     """Generate only between optimizer steps, one batch at a time. The result is max_staleness = 0's, bit for bit."""
 
     max_tokens: int = 16
-    """Longest completion, stop token included."""
+    """Longest completion, stop tokens included: of all the model's turns together, the environment's tokens aside."""
     temperature: float = 1.0
     """Of the rollouts. Evaluation samples at 1 and greedily."""
     top_p: float = 1.0
@@ -78,9 +79,9 @@ class TrainConfig:
     keep_versions: bool = False
     """Keep the weights of every version (tiny models), so that `check exact --run` can recompute every token."""
     reward_timeout_s: float = 10.0
-    """For one call of the reward function."""
+    """For one call of the task's reward or reply."""
     group_timeout_s: float = 300.0
-    """From a group's submission to its last reward."""
+    """From a group's submission to its last reward, all turns included."""
     step_timeout_s: float = 600.0
     """A step waits at most so long for its groups."""
     update_timeout_s: float = 120.0
@@ -151,7 +152,7 @@ class TrainConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> TrainConfig:
-        """A recipe file; ``overrides`` that are not None win. Its model and ``FILE.py`` are looked for beside it."""
+        """A recipe; ``overrides`` that are not None win. Model and files of the task are looked for beside it."""
         path = Path(path)
         try:
             values = tomllib.loads(path.read_text())
@@ -160,13 +161,11 @@ class TrainConfig:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InvalidInput(f"recipe {path} is not valid TOML: {error}") from error
         values |= {name: value for name, value in overrides.items() if value is not None}
-        given = {name for name, value in overrides.items() if value is not None}
-        for name in ("model", "task"):  # what a recipe names is looked for beside it first
-            text = str(values.get(name, ""))
-            is_file = ".py:" in text
-            beside = path.parent / (text.rpartition(":")[0] if is_file else text)
-            if text and name not in given and (name == "model" or is_file) and beside.exists():
-                values[name] = str(path.parent / text)
+        for name, pattern in (("model", ".+"), ("task", r"[^:]+\.(jsonl|py)(?=:|$)")):  # looked for beside it first
+            if name in values and overrides.get(name) is None:
+                values[name] = re.sub(
+                    pattern, lambda m: str(found) if (found := path.parent / m[0]).exists() else m[0], str(values[name])
+                )
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:

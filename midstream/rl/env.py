@@ -1,4 +1,4 @@
-"""Tasks: problems by number, and a reward for a completion.
+"""What a task is: problems by number, a reward for a completion, and perhaps an environment that answers in between.
 
 A problem is a function of (split, seed, index): nothing is drawn from a shared stream, so problem g is the same in
 every mode, after a resume, and in a process that checks a run.
@@ -13,14 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
-import inspect
 import math
-import random
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from midstream.errors import InvalidInput, MidstreamError, RewardError
@@ -29,7 +24,6 @@ from midstream.types import FinishReason
 Split = Literal["train", "warm", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "warm", "heldout")
 _BUCKETS: tuple[Split, ...] = ("heldout", "warm", "warm", "warm", "train", "train", "train", "train")
-_MAX_ATTEMPTS = 10_000
 
 
 def split_of(prompt: str) -> Split:
@@ -44,7 +38,10 @@ class Tokenizer(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without adding special tokens."""
+        """Ids of a text: of the special tokens, those that it spells out and no others."""
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text that a sequence begins with: after the special tokens that the model wants there, if any."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without special tokens."""
@@ -53,23 +50,31 @@ class Tokenizer(Protocol):
         """Ids of a conversation under the model's chat template, ready for the assistant's turn."""
 
 
-class HFTokenizer:
-    """A ``Tokenizer`` over one from transformers, handed in so that this module need not import that library."""
+def user_turn(tokenizer: Tokenizer, content: str) -> list[int]:
+    """Ids of a user's message in the middle of a chat: what stands between the stop token that ended the assistant's
+    turn and the assistant's next one. For ``reply``.
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] | None = None) -> None:
-        self._tokenizer = tokenizer
-        eos = tokenizer.eos_token_id if eos_token_ids is None else eos_token_ids
-        self.eos_token_ids: tuple[int, ...] = (eos,) if isinstance(eos, int) else tuple(eos or ())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        # As text and then encoded: what apply_chat_template returns for ids differs between library versions.
-        return self.encode(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    Found by rendering two chats that differ in what the assistant said: what both end with begins at the stop token.
+    Raises ``InvalidInput`` where the template ends the assistant's turn with a token that the model does not stop at.
+    """
+    one, two = (
+        tokenizer.chat([
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": content},
+        ])
+        for said in ("a", "b")
+    )  # fmt: skip
+    common = 0
+    while common < min(len(one), len(two)) and one[-1 - common] == two[-1 - common]:
+        common += 1
+    tail = one[len(one) - common :]
+    if not tail or tail[0] not in tokenizer.eos_token_ids:
+        raise InvalidInput(
+            f"the chat template ends the assistant's turn with token {tail[:1]}, and the model stops at "
+            f"{tokenizer.eos_token_ids}: write the text between two turns of the assistant yourself"
+        )
+    return tail[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +90,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a reward function sees of a rollout."""
+    """What a reward function sees of a rollout: the model's turn, in a task of several turns its last one."""
 
     token_ids: list[int]
     """Ends with the stop token where ``finish_reason`` is "stop"."""
     text: str
     """Without special tokens."""
     finish_reason: FinishReason
+    """"stop": the model ended its turn. "length": there was no room, for this turn or for the one after the reply."""
+    earlier: tuple[Completion, ...] = ()
+    """The model's turns before this one."""
 
 
 class Task(Protocol):
@@ -105,263 +113,55 @@ class Task(Protocol):
     async def reward(self, problem: Problem, completion: Completion) -> float:
         """A finite number; 1 counts as passed. Runs beside generation; must not block."""
 
-    def completion(self, token_ids: list[int], finish_reason: FinishReason) -> Completion: ...
-
-
-class TextTask:
-    """Base of the tasks here: draws prompts until one hashes to the split, and decodes completions."""
-
-    name = "task"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        self.tokenizer = tokenizer
-        self.seed = seed
-
-    def draw(self, rng: random.Random) -> tuple[str, Any]:
-        """A prompt and the task's data for it."""
-        raise NotImplementedError
-
-    def encode_prompt(self, prompt: str) -> list[int]:
-        return self.tokenizer.encode(prompt)
-
-    def problem(self, split: Split, index: int) -> Problem:
-        for attempt in range(_MAX_ATTEMPTS):
-            rng = random.Random(f"{self.name}/{self.seed}/{split}/{index}/{attempt}")
-            prompt, data = self.draw(rng)
-            if split_of(prompt) == split:
-                return Problem(split, index, prompt, self.encode_prompt(prompt), data)
-        raise InvalidInput(
-            f"task {self.name} has no prompt in the split {split} among {_MAX_ATTEMPTS} draws; it has too few prompts"
-        )
-
     def completion(self, token_ids: list[int], finish_reason: FinishReason) -> Completion:
-        return Completion(token_ids, self.tokenizer.decode(token_ids), finish_reason)
-
-    async def reward(self, problem: Problem, completion: Completion) -> float:
-        raise NotImplementedError
+        """One turn of the model."""
 
 
-class ExactTask(TextTask):
-    """Reward 1 for exactly the answer followed by the end-of-sequence token, else 0. ``data`` is the answer."""
+class TurnTask(Task, Protocol):
+    """A task of several turns: one whose environment replies to the model.
 
-    async def reward(self, problem: Problem, completion: Completion) -> float:
-        # Compared as ids: what the model emitted, not what a decoder makes of it.
-        ids = completion.token_ids
-        right = self.tokenizer.encode(str(problem.data))
-        return float(ids[:-1] == right and ids[-1] in self.tokenizer.eos_token_ids)
-
-
-class ReverseTask(ExactTask):
-    """``abcdef=`` → ``fedcba``: a random word of lower-case letters, backwards."""
-
-    name = "reverse"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int, min_letters: int = 5, max_letters: int = 8) -> None:
-        super().__init__(tokenizer, seed)
-        self.lengths = _bounds("letters", min_letters, max_letters)
-
-    def draw(self, rng: random.Random) -> tuple[str, str]:
-        word = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(*self.lengths)))
-        return word + "=", word[::-1]
-
-
-class AdditionTask(ExactTask):
-    """``27+981=`` → ``1008``."""
-
-    name = "addition"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int, min_digits: int = 2, max_digits: int = 3) -> None:
-        super().__init__(tokenizer, seed)
-        self.lengths = _bounds("digits", min_digits, max_digits)
-
-    def draw(self, rng: random.Random) -> tuple[str, str]:
-        a, b = (rng.randrange(10 ** (d - 1), 10**d) for d in (rng.randint(*self.lengths), rng.randint(*self.lengths)))
-        return f"{a}+{b}=", str(a + b)
-
-
-class SortTask(ExactTask):
-    """``40213=`` → ``01234``: digits in ascending order."""
-
-    name = "sort"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int, min_digits: int = 6, max_digits: int = 10) -> None:
-        super().__init__(tokenizer, seed)
-        self.lengths = _bounds("digits", min_digits, max_digits)
-
-    def draw(self, rng: random.Random) -> tuple[str, str]:
-        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(*self.lengths)))
-        return digits + "=", "".join(sorted(digits))
-
-
-def _bounds(what: str, low: int, high: int) -> tuple[int, int]:
-    if not 1 <= low <= high:
-        raise InvalidInput(f"min_{what} and max_{what} must satisfy 1 <= min <= max, got {low} and {high}")
-    return low, high
-
-
-class ReasoningGymTask(TextTask):
-    """Any task of the ``reasoning-gym`` package, by default through the model's chat template.
-
-    ``config`` goes to the dataset. ``instruction`` is put after the question. The answer is the completion's text,
-    stripped; with ``first_line``, what stands before its first line break. ``chat=False`` gives the bare question to
-    a model that only continues text. ``partial_credit``: the dataset's own score, which for many tasks pays something
-    for an answer that contains the right one; otherwise 1 for a full score and 0 for less.
+    An episode is tokens in, tokens out: the next turn's prompt is the ids so far, the ids the model drew, and the
+    reply's. It ends where ``reply`` gives None, after ``max_turns`` turns of the model, or where a turn is cut short
+    or finds no room (``max_tokens`` is for all of the model's turns together; the engine's ``max_model_len`` for all).
     """
 
-    _SIZE = 1 << 30  # datasets make entry i from (seed, i) when asked; the size only bounds i
+    tokenizer: Tokenizer
+    max_turns: int
+    """Of the model. A task without this attribute has one turn."""
 
-    def __init__(
-        self,
-        dataset: str,
-        tokenizer: Tokenizer,
-        seed: int,
-        config: Mapping[str, Any] | None = None,
-        instruction: str = "Answer with the result only.",
-        partial_credit: bool = False,
-        chat: bool = True,
-        first_line: bool = False,
-    ) -> None:
-        try:
-            import reasoning_gym
-        except ImportError as error:
-            raise InvalidInput(
-                "task reasoning_gym needs the package reasoning-gym: pip install reasoning-gym"
-            ) from error
-        super().__init__(tokenizer, seed)
-        self.name = f"reasoning_gym:{dataset}"
-        self.instruction = instruction
-        self.partial_credit = partial_credit
-        self.chat = chat
-        self.first_line = first_line
-        try:
-            self._dataset = reasoning_gym.create_dataset(dataset, size=self._SIZE, seed=seed, **(config or {}))
-        except (ValueError, TypeError, AssertionError) as error:
-            raise InvalidInput(
-                f"reasoning_gym cannot make {dataset!r} with config {dict(config or {})}: {error}"
-            ) from error
-
-    def draw(self, rng: random.Random) -> tuple[str, Any]:
-        entry = self._dataset[rng.randrange(self._SIZE)]
-        return str(entry["question"]), entry
-
-    def encode_prompt(self, prompt: str) -> list[int]:
-        text = f"{prompt}\n{self.instruction}".strip()
-        return self.tokenizer.chat([{"role": "user", "content": text}]) if self.chat else self.tokenizer.encode(text)
-
-    async def reward(self, problem: Problem, completion: Completion) -> float:
-        answer = completion.text.strip()
-        if self.first_line:
-            answer = answer.partition("\n")[0].strip()
-        score = float(self._dataset.score_answer(answer, entry=problem.data))
-        return score if self.partial_credit else float(score >= 1.0)
-
-
-RewardFunction = Callable[[Problem, Completion], Awaitable[float]]
-
-
-class PromptTask(TextTask):
-    """A user's own prompts and async reward function.
-
-    ``prompts`` are texts, or pairs of a text and data that the reward function finds in ``problem.data``. Each prompt
-    belongs to the split it hashes to; a split is dealt out in a shuffled order that depends on the seed, pass by pass.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        prompts: Sequence[str | tuple[str, Any]],
-        reward: RewardFunction,
-        *,
-        tokenizer: Tokenizer,
-        seed: int = 0,
-        use_chat_template: bool = False,
-    ) -> None:
-        super().__init__(tokenizer, seed)
-        self.name = name
-        self.use_chat_template = use_chat_template
-        self._reward = reward
-        pairs = [(p, None) if isinstance(p, str) else (p[0], p[1]) for p in prompts]
-        self._by_split = {split: [pair for pair in pairs if split_of(pair[0]) == split] for split in SPLITS}
-        if not self._by_split["train"]:
-            raise InvalidInput(
-                f"task {name}: none of its {len(pairs)} prompts hashes to the train split; give more prompts"
-            )
-
-    def problem(self, split: Split, index: int) -> Problem:
-        pairs = self._by_split[split]
-        if not pairs:
-            raise InvalidInput(f"task {self.name} has no prompt in the split {split}; give more prompts")
-        epoch, place = divmod(index, len(pairs))
-        order = list(range(len(pairs)))
-        random.Random(f"{self.name}/{self.seed}/{split}/{epoch}").shuffle(order)
-        prompt, data = pairs[order[place]]
-        return Problem(split, index, prompt, self.encode_prompt(prompt), data)
-
-    def encode_prompt(self, prompt: str) -> list[int]:
-        if self.use_chat_template:
-            return self.tokenizer.chat([{"role": "user", "content": prompt}])
-        return self.tokenizer.encode(prompt)
-
-    async def reward(self, problem: Problem, completion: Completion) -> float:
-        return await self._reward(problem, completion)
-
-
-# -- what the trainer calls --------------------------------------------------------------------------------------------
-
-_BUILT_IN: dict[str, Callable[..., Task]] = {"reverse": ReverseTask, "addition": AdditionTask, "sort": SortTask}
-
-
-def make_task(spec: str, tokenizer: Tokenizer, seed: int, options: Mapping[str, Any] | None = None) -> Task:
-    """The task a recipe names: ``reverse``, ``addition``, ``sort``, ``reasoning_gym:NAME`` or ``FILE.py:FUNCTION``.
-
-    A function of a file is called with (tokenizer, seed, **options) and returns a ``Task``, such as a ``PromptTask``.
-    Raises ``InvalidInput`` for an unknown name or options that the task does not take.
-    """
-    kind, _, rest = spec.rpartition(":") if ".py:" in spec else spec.partition(":")
-    make: Callable[..., Task]
-    args: tuple[Any, ...] = (tokenizer, seed)
-    if kind in _BUILT_IN and not rest:
-        make = _BUILT_IN[kind]
-    elif kind == "reasoning_gym" and rest:
-        make, args = ReasoningGymTask, (rest, *args)
-    elif kind.endswith(".py") and rest:
-        make = _function_of_file(Path(kind), rest)
-    else:
-        raise InvalidInput(f"unknown task {spec!r}; use {', '.join(_BUILT_IN)}, reasoning_gym:NAME or FILE.py:FUNCTION")
-    try:
-        inspect.signature(make).bind(*args, **(options or {}))
-    except TypeError as error:
-        raise InvalidInput(f"task {spec!r} does not take the options {dict(options or {})}: {error}") from error
-    try:
-        return make(*args, **(options or {}))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"task {spec!r} cannot be made with the options {dict(options or {})}: {error}") from error
-
-
-def _function_of_file(path: Path, name: str) -> Callable[..., Task]:
-    if not path.is_file():
-        raise InvalidInput(f"task file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"midstream_task_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InvalidInput(f"task file {path} failed to load: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InvalidInput(f"task file {path} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
+    async def reply(self, problem: Problem, completion: Completion) -> list[int] | str | None:
+        """What comes after a turn that the model ended: ids, or the exact text with all markers of the chat template
+        (``user_turn`` renders a message). None: the episode is over. Like ``reward``, it must not block; episodes of
+        one problem run at once and share ``problem``."""
 
 
 async def score(task: Task, problem: Problem, completion: Completion, timeout_s: float) -> float:
     """The reward, within ``timeout_s``. Raises ``RewardError`` if the function raises, is late, or is not finite."""
     where = f"reward of task {task.name} for {problem.split} problem {problem.index} ({problem.prompt[:60]!r})"
+    value = await _within(timeout_s, where, lambda: task.reward(problem, completion))
+    if isinstance(value, complex) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RewardError(f"{where} must be a finite number, got {value!r}")
+    return float(value)
+
+
+async def next_turn(task: TurnTask, problem: Problem, completion: Completion, timeout_s: float) -> list[int] | None:
+    """The ids of the environment's reply, within ``timeout_s``; None ends the episode. Raises ``RewardError``."""
+
+    async def ask() -> list[int] | None:
+        said = await task.reply(problem, completion)
+        return task.tokenizer.encode(said) if isinstance(said, str) else said
+
+    where = f"reply of task {task.name} for {problem.split} problem {problem.index} ({problem.prompt[:60]!r})"
+    said = await _within(timeout_s, where, ask)
+    if said is not None and not (isinstance(said, list) and said and all(type(t) is int for t in said)):
+        raise RewardError(f"{where} must be a text or a list of token ids, not empty, or None, got {said!r}")
+    return said
+
+
+async def _within(timeout_s: float, where: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    """What a task's own function gives; whatever goes wrong there is a ``RewardError``."""
     try:
-        value = await asyncio.wait_for(task.reward(problem, completion), timeout_s)
+        return await asyncio.wait_for(call(), timeout_s)
     except TimeoutError as error:
         raise RewardError(
             f"{where} took longer than {timeout_s:g} s; raise reward_timeout_s or make it faster"
@@ -370,17 +170,14 @@ async def score(task: Task, problem: Problem, completion: Completion, timeout_s:
         raise
     except Exception as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
-    if isinstance(value, complex) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RewardError(f"{where} must be a finite number, got {value!r}")
-    return float(value)
 
 
 def heldout_problems(task: Task, count: int) -> list[Problem]:
     """``count`` held-out problems, all different, the same ones at every call. Fewer only if the task has fewer."""
     found: dict[str, Problem] = {}
-    for index in range(20 * count):
-        if len(found) == count:
-            break
+    index = 0
+    while len(found) < count and index < 20 * (len(found) + 1):
         problem = task.problem("heldout", index)
         found.setdefault(problem.prompt, problem)
+        index += 1
     return list(found.values())

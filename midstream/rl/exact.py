@@ -25,6 +25,7 @@ from midstream.models.loader import DTYPES
 from midstream.models.packed import pack, sequence_logprobs
 from midstream.models.weights import stage_all
 from midstream.ops.numerics import difference, fingerprint
+from midstream.rl.types import covers
 from midstream.types import SamplingParams
 from midstream.weights.manifest import digest, weights_id
 
@@ -33,13 +34,15 @@ _BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion as it was recorded. ``bits``: the float32 bits of each token's logprob, as an integer."""
+    """One completion as it was recorded."""
 
     name: str
     prompt: list[int]
     output: list[int]
-    bits: list[int]
+    bits: dict[int, int]
+    """By place in the output: the float32 bits of a sampled token's logprob, as an integer."""
     spans: list[tuple[int, int, int]]
+    """(version, start, end); what no span covers is an environment's, and is not checked."""
     params: SamplingParams
     kv_versions: list[tuple[int, int, int]] | None = None
     """What the engine reported where KV was kept across an update: (version, start, end) over prompt + output."""
@@ -107,7 +110,7 @@ def check_run(
         samples = _flip_logprob(samples)
     files = {int(p.stem): p for p in (run / "versions").glob("*.safetensors") if p.stem.isdigit()}
     needed = sorted({number for sample in samples for number, _, _ in sample.spans})
-    report = ExactReport(tokens=sum(len(s.output) for s in samples))
+    report = ExactReport(tokens=sum(len(s.bits) for s in samples))
     missing = [number for number in needed if number not in files]
     if missing:
         report.reason = f"the weights of versions {missing} are not in {run / 'versions'}"
@@ -141,7 +144,7 @@ def check_version(
                 sequences[-1][1].append(sample.output[:end])
             else:
                 sequences.append((sample.prompt, [sample.output[:end]]))
-        found = sequence_logprobs(model, weights, pack(sequences, block_size), block_size, batch[0][0].params)
+        found = sequence_logprobs(model, weights, pack(sequences, block_size), batch[0][0].params)
         bits = found.view(torch.int32).tolist()
         at = 0
         for sample, start, end in batch:
@@ -194,7 +197,9 @@ def _read_samples(path: Path) -> list[Sample]:
     with path.open() as file:
         for line in file:
             data = json.loads(line)
-            text = data["logprobs"]
+            text, spans = data["logprobs"], [(n, start, end) for n, start, end in data["spans"]]
+            sampled = [i for _, start, end in spans for i in range(start, end)]
+            bits = [int(text[i : i + 8], 16) for i in range(0, len(text), 8)]
             # A greedy token's processed logprob is 0 by definition; what is recorded for it is the raw one.
             params = SamplingParams(
                 temperature=data["temperature"] or 1.0,
@@ -206,23 +211,20 @@ def _read_samples(path: Path) -> list[Sample]:
                     name=f"{data['kind']} rollout, group {data['group']}, sample {data['index']}",
                     prompt=data["prompt"],
                     output=data["output"],
-                    bits=[int(text[i : i + 8], 16) for i in range(0, len(text), 8)],
-                    spans=[(n, start, end) for n, start, end in data["spans"]],
+                    bits=dict(zip(sampled, bits, strict=False)),
+                    spans=spans,
                     params=params,
                     kv_versions=data["kv_versions"],
                 )
             )
-            edges = [0, *(end for _, _, end in samples[-1].spans)]
-            covered = [start for _, start, _ in samples[-1].spans] == edges[:-1] and edges[-1] == len(data["output"])
-            if not covered or len(samples[-1].bits) != len(data["output"]):
-                raise ValueError(f"{samples[-1].name}: not every token has a logprob and a version")
+            if not covers([(start, end) for _, start, end in spans], len(data["output"]), len(bits)):
+                raise ValueError(f"{samples[-1].name}: not every sampled token has a logprob and a version")
     return samples
 
 
 def _flip_logprob(samples: list[Sample]) -> list[Sample]:
-    victim = samples[len(samples) // 2]
-    at = len(victim.bits) // 2
-    victim.bits[at] ^= 1
+    bits = samples[len(samples) // 2].bits
+    bits[sorted(bits)[len(bits) // 2]] ^= 1
     return samples
 
 

@@ -38,7 +38,7 @@ class Policy:
     def logprobs(self, sequences: Sequences, params: SamplingParams) -> torch.Tensor:
         """Flat log-probabilities of all completion tokens, in order; gradients reach the masters in fp32."""
         weights = assemble(self.config, {n: p.to(self.dtype) for n, p in self.masters.items()}, keep_plain=True)
-        return sequence_logprobs(self.model, weights, pack(sequences, self.block_size), self.block_size, params)
+        return sequence_logprobs(self.model, weights, pack(sequences, self.block_size), params)
 
     def source(self) -> PolicySource:
         return PolicySource(self)

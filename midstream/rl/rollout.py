@@ -18,171 +18,38 @@ Two sources of groups, one contract (``GroupSource``):
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Protocol
 
-from midstream.errors import EnginePaused, MidstreamError, TimedOut
-from midstream.rl.advantage import is_useless, overlong_penalty
+from midstream.errors import TimedOut
+from midstream.rl.advantage import is_useless
 from midstream.rl.buffer import RolloutBuffer
-from midstream.rl.engine_thread import CLOSE_S
-from midstream.rl.engine_thread import EngineThread as EngineThread
-from midstream.rl.env import Problem, Task, score
-from midstream.rl.types import EvalResult, Rollout, RolloutGroup, TakenGroups, eval_seed, group_seed
-from midstream.types import CompletionOutput, SamplingParams
+from midstream.rl.engine_thread import CLOSE_S, EngineThread
+from midstream.rl.sampler import Sampler, gather
+from midstream.rl.types import RolloutGroup, TakenGroups
 
-if TYPE_CHECKING:
-    from midstream.rl.config import TrainConfig
-    from midstream.serving.client import EngineClient
-
-T = TypeVar("T")
-_RETRY_S = 0.2
+_USELESS_WARNING = 64
+_log = logging.getLogger(__name__)
 
 
-async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the others and is raised as it is."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+class Streak:
+    """How many groups in a row had nothing to teach. Says so at 64, 128, 256, …: a run must not spin in silence."""
 
+    def __init__(self) -> None:
+        self.length = 0
 
-@dataclass(frozen=True)
-class Sampler:
-    """Turns a group's number into a scored group: one request of n samples, then their rewards."""
-
-    client: EngineClient
-    task: Task
-    params: SamplingParams
-    """Of the training rollouts; n is the group's size."""
-    run_seed: int
-    reward_timeout_s: float = 10.0
-    group_timeout_s: float = 300.0
-    overlong_buffer_tokens: int = 0
-    overlong_factor: float = 1.0
-
-    @classmethod
-    def from_config(cls, client: EngineClient, task: Task, config: TrainConfig) -> Sampler:
-        return cls(
-            client,
-            task,
-            sampling_params(config),
-            config.seed,
-            config.reward_timeout_s,
-            config.group_timeout_s,
-            config.overlong_buffer_tokens,
-            config.overlong_factor,
-        )
-
-    async def group(self, g: int) -> RolloutGroup:
-        """Sample and score group g. Raises ``TimedOut`` after ``group_timeout_s``, ``RewardError``, ``EngineDead``."""
-        problem = self.task.problem("train", g)
-        params = replace(self.params, seed=group_seed(self.run_seed, g))
-        rollouts = await self._rollouts(problem, g, params, f"group-{g}")
-        assert isinstance(self.params.max_tokens, int)
-        shaped = [
-            replace(
-                rollout,
-                penalty=overlong_penalty(
-                    len(rollout.output_token_ids),
-                    self.params.max_tokens,
-                    self.overlong_buffer_tokens,
-                    self.overlong_factor,
-                ),
+    def add(self, group: RolloutGroup, useful: bool) -> None:
+        self.length = 0 if useful else self.length + 1
+        if self.length >= _USELESS_WARNING and self.length.bit_count() == 1:
+            _log.warning(
+                "%d groups in a row have nothing to teach: within each, all rewards are equal (last: %g). Look at the "
+                "reward function and at rollouts (is max_tokens long enough?), take easier problems, or raise "
+                "samples_per_group or temperature; dynamic_sampling=false trains on such groups too",
+                self.length,
+                group.rewards[0],
             )
-            for rollout in rollouts
-        ]
-        return RolloutGroup(g, shaped)
-
-    async def evaluate(self, problems: Sequence[Problem], temperature: float, name: str) -> EvalResult:
-        """One completion per problem at ``temperature`` (0: greedy), with evaluation's own seeds."""
-        start = time.monotonic()
-        # Raw: the processed logprob of a greedy token is 0 by definition, and says nothing.
-        params = replace(self.params, n=1, temperature=temperature, top_p=1.0, top_k=0, logprobs_mode="raw_logprobs")
-        groups = await _gather([
-            self._rollouts(problem, i, replace(params, seed=eval_seed(self.run_seed, i)), f"{name}-{i}")
-            for i, problem in enumerate(problems)
-        ])  # fmt: skip
-        rollouts = [group[0] for group in groups]
-        count = max(len(rollouts), 1)
-        return EvalResult(
-            accuracy=sum(r.reward >= 1.0 for r in rollouts) / count,
-            reward=sum(r.reward for r in rollouts) / count,
-            num_problems=len(rollouts),
-            seconds=time.monotonic() - start,
-            rollouts=rollouts,
-        )
-
-    async def _rollouts(self, problem: Problem, g: int, params: SamplingParams, request_id: str) -> list[Rollout]:
-        try:
-            async with asyncio.timeout(self.group_timeout_s):
-                outputs = await self._generate(problem, params, request_id)
-                completions = [self.task.completion(o.token_ids, o.finish_reason or "error") for o in outputs]
-                rewards = await _gather([score(self.task, problem, c, self.reward_timeout_s) for c in completions])
-        except TimeoutError as error:
-            if isinstance(error, MidstreamError):
-                raise
-            raise TimedOut(
-                f"{request_id} was not generated and scored within {self.group_timeout_s:g} s; raise group_timeout_s, "
-                "or look whether the engine is paused"
-            ) from error
-        return [_rollout(problem, g, o, reward) for o, reward in zip(outputs, rewards, strict=True)]
-
-    async def _generate(self, problem: Problem, params: SamplingParams, request_id: str) -> list[CompletionOutput]:
-        """All n completions, whole. What an operator's pause cuts short or refuses is sampled again, from the same
-        seed and the weights that stand then, so the group is never older than its launch."""
-        attempt = 0
-        while True:
-            name = request_id if attempt == 0 else f"{request_id}-retry-{attempt}"
-            try:
-                output = await self.client.generate_one(problem.prompt_token_ids, params, request_id=name)
-            except EnginePaused:
-                pass
-            else:
-                outputs = sorted(output.outputs, key=lambda o: o.index)
-                bad = [o.finish_reason for o in outputs if o.finish_reason not in ("stop", "length", "abort")]
-                if bad or len(outputs) != params.n:
-                    raise MidstreamError(f"{name} ended with {len(outputs)} of {params.n} completions, reasons {bad}")
-                if all(o.finish_reason != "abort" for o in outputs):
-                    return outputs
-            attempt += 1
-            await asyncio.sleep(_RETRY_S)  # the group's own time limit bounds how often
-
-
-def sampling_params(config: TrainConfig) -> SamplingParams:
-    """How training rollouts are drawn; the trainer's logprobs are of the same distribution."""
-    return SamplingParams(
-        n=config.samples_per_group,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.max_tokens,
-        logprobs_mode="processed_logprobs",
-        detokenize=False,
-        final_only=True,
-    )
-
-
-def _rollout(problem: Problem, g: int, output: CompletionOutput, reward: float) -> Rollout:
-    return Rollout(
-        group=g,
-        index=output.index,
-        prompt_token_ids=problem.prompt_token_ids,
-        output_token_ids=output.token_ids,
-        logprobs=output.token_logprobs,
-        spans=output.weight_versions,
-        seed=output.seed,
-        finish_reason=output.finish_reason or "error",
-        reward=reward,
-        kv_versions=output.kv_versions,
-        num_reprefilled_tokens=output.num_reprefilled_tokens,
-    )
 
 
 class GroupSource(Protocol):
@@ -209,6 +76,7 @@ class RolloutWorker:
     def __init__(self, sampler: Sampler, buffer: RolloutBuffer, engine: EngineThread) -> None:
         self._sampler = sampler
         self._buffer = buffer
+        self._streak = Streak()
         self._engine = engine
         self._changed = threading.Condition()  # guards the buffer, the error and the flag
         self._error: BaseException | None = None
@@ -272,7 +140,7 @@ class RolloutWorker:
         try:
             group = await self._sampler.group(g)
             with self._changed:
-                self._buffer.resolve(group)
+                self._streak.add(group, self._buffer.resolve(group))
                 self._changed.notify_all()
         except asyncio.CancelledError:
             raise
@@ -306,6 +174,7 @@ class SyncRollouts:
         self._groups_per_step = groups_per_step
         self._engine = engine
         self._dynamic_sampling = dynamic_sampling
+        self._streak = Streak()
         self._next_group = next_group
         self._next_step = next_step
         self._may_go = threading.Event()  # the engine holds the weights of the last step
@@ -336,13 +205,14 @@ class SyncRollouts:
             for group in groups:
                 drop = self._dynamic_sampling and is_useless(group.rewards)
                 (useless if drop else useful).append(group)
+                self._streak.add(group, not drop)
         step = self._next_step
         self._next_step += 1
         self._may_go.clear()
         return TakenGroups(step, useful, useless)
 
     async def _all(self, first: int) -> list[RolloutGroup]:
-        return await _gather([self._sampler.group(g) for g in range(first, self._next_group)])
+        return await gather([self._sampler.group(g) for g in range(first, self._next_group)])
 
     def release(self, step: int) -> None:
         self._may_go.set()

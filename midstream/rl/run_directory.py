@@ -14,9 +14,10 @@ A line of rollouts.jsonl::
 
     {"kind": "train" | "useless" | "left over" | "eval before" | "greedy before" | "eval after" | "greedy after",
      "step": 3 or null, "group": 50, "index": 2, "seed": 1234, "prompt": [ids], "output": [ids],
-     "logprobs": "be9a3c01…" (8 hex digits per token: the float32's bits, most significant first; of the distribution
-                 sampled from, and for greedy tokens of the model's own, at temperature 1),
-     "spans": [[number, start, end], …] (commit number of each output token),
+     "logprobs": "be9a3c01…" (8 hex digits per sampled token: the float32's bits, most significant first; of the
+                 distribution sampled from, and for greedy tokens of the model's own, at temperature 1),
+     "spans": [[number, start, end], …] (commit number of each sampled token; output tokens between two spans that none
+                 covers are an environment's reply, and a turn of the model begins after them),
      "kv_versions": null or [[number, start, end], …],
      "temperature": 1.0, "top_p": 1.0, "top_k": 0, "reward": 1.0, "penalty": 0.0, "finish_reason": "stop"}
 """
@@ -51,11 +52,6 @@ def logprob_bits(logprobs: Sequence[float]) -> str:
     return packed.hex()
 
 
-def logprobs_from_bits(bits: str) -> list[float]:
-    """Inverse of :func:`logprob_bits`."""
-    return list(struct.unpack(f">{len(bits) // 8}f", bytes.fromhex(bits)))
-
-
 class RunDirectory:
     """Writes a run's files. One thread per file: the trainer's, except updates and versions (the update's thread)."""
 
@@ -86,7 +82,7 @@ class RunDirectory:
     def log_rollouts(self, kind: str, rollouts: Iterable[Rollout], params: SamplingParams, step: int | None) -> None:
         """``params``: what they were drawn with (temperature, top_p and top_k count)."""
         for rollout in rollouts:
-            self.num_tokens += len(rollout.output_token_ids)
+            self.num_tokens += len(rollout.logprobs)
             line = {
                 "kind": kind,
                 "step": step,

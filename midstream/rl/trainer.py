@@ -22,6 +22,7 @@ flight during the step. One seed gives the same weights, bit for bit, with ``syn
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -39,8 +40,9 @@ from midstream.rl.config import TrainConfig
 from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Task, heldout_problems
 from midstream.rl.loss import LossStats, clip_grad_norm, dapo_loss
-from midstream.rl.rollout import GroupSource, RolloutWorker, Sampler, SyncRollouts, sampling_params
+from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
 from midstream.rl.run_directory import RunDirectory
+from midstream.rl.sampler import Sampler, sampling_params
 from midstream.rl.sync import Sends, UpdateRecord, WeightSync
 from midstream.rl.types import EvalResult, MicroBatch, TakenGroups, TrainBatch
 from midstream.types import SamplingParams
@@ -81,6 +83,7 @@ class AsyncTrainer:
     half of the weight transfer, its channel open. ``checker`` recomputes a finished run and returns the number of
     tokens whose logprob came out exact; None leaves ``exact_tokens`` unset. ``step_log`` is the file that the engine
     logs its steps to. ``resume`` is a checkpoint of an earlier run (a directory under ``checkpoints/``).
+    ``max_model_len``: the engine's, where an episode of several turns shall end at it.
 
     Whatever fails (an optimizer step, a reward, an update, the engine) ends ``train`` with that error; generation is
     stopped, and the checkpoints and lines written so far stay.
@@ -98,6 +101,7 @@ class AsyncTrainer:
         run_directory: str | Path,
         step_log: str | Path | None = None,
         resume: str | Path | None = None,
+        max_model_len: int | None = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
         checker: Callable[[Path], int] | None = None,
     ) -> None:
@@ -105,7 +109,7 @@ class AsyncTrainer:
         self.policy = policy
         self._engine = engine
         self._params = sampling_params(config)
-        self._sampler = Sampler.from_config(client, task, config)
+        self._sampler = Sampler.from_config(client, task, config, max_model_len)
         self._problems = heldout_problems(task, config.eval_problems)
         self._step_log = Path(step_log) if step_log is not None else None
         self._on_step = on_step
@@ -214,11 +218,15 @@ class AsyncTrainer:
         """The loss summed over the micro-batch, and how many tokens drawn from the very weights being trained there
         are, and for how many of them trainer and engine computed the same bits (all of them, where it is exact)."""
         rollouts, config = micro_batch.rollouts, self.config
-        lengths = [len(rollout.output_token_ids) for rollout in rollouts]
+        lengths = [len(rollout.logprobs) for rollout in rollouts]
         logprobs = self.policy.logprobs(micro_batch.sequences(), self._params)
-        if logprobs.numel() != sum(lengths):
-            raise InvalidInput(f"the policy gave {logprobs.numel()} logprobs for {sum(lengths)} completion tokens")
         device = logprobs.device
+        ends = list(itertools.accumulate((len(rollout.output_token_ids) for rollout in rollouts), initial=0))
+        if logprobs.numel() != ends[-1]:
+            raise InvalidInput(f"the policy gave {logprobs.numel()} logprobs for {ends[-1]} completion tokens")
+        if ends[-1] != sum(lengths):  # what the environment said is context: it has no part in the loss
+            sampled = [start + i for start, rollout in zip(ends, rollouts, strict=False) for i in rollout.sampled]
+            logprobs = logprobs.index_select(0, torch.tensor(sampled, device=device))
         sampler = torch.tensor([p for r in rollouts for p in r.logprobs], dtype=torch.float32, device=device)
         advantages = torch.tensor(micro_batch.advantages, dtype=torch.float32, device=device)
         advantages = advantages.repeat_interleave(torch.tensor(lengths, device=device))
@@ -325,7 +333,7 @@ class AsyncTrainer:
         training_s: float,
         started: float,
     ) -> dict[str, Any]:
-        summary: dict[str, Any] = {"steps": self.step, "training_s": training_s}
+        summary: dict[str, Any] = {"steps": self.step, "steps_taken": len(self._updates) - 1, "training_s": training_s}
         for when, results in (("before", before), ("after", after)):
             if results is not None:
                 sampled, greedy = results

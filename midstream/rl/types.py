@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
 
 from midstream.errors import InvalidInput
 from midstream.types import MAX_SEED, FinishReason, WeightVersionSpan
@@ -34,7 +33,11 @@ def eval_seed(run_seed: int, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled completion with everything a step needs to train on it, and a checker to recompute it."""
+    """One sampled completion with everything a step needs to train on it, and a checker to recompute it.
+
+    In a task of several turns it is the whole episode after the first prompt: the model's tokens, and between them the
+    environment's replies. Output tokens that no span covers are the environment's: context, and nothing else.
+    """
 
     group: int
     index: int
@@ -42,9 +45,9 @@ class Rollout:
     output_token_ids: list[int]
     """Ends with the stop token where ``finish_reason`` is "stop"."""
     logprobs: list[float]
-    """As the sampler recorded them when it drew the tokens, of the distribution it drew from; float32 values."""
+    """Of the sampled tokens, in order: as the sampler recorded them, of the distribution it drew from; float32."""
     spans: list[WeightVersionSpan]
-    """Which weights made which output tokens; half-open, contiguous, covering all of them."""
+    """Which weights made which output tokens; half-open, in order, from the first output token to the last."""
     seed: int
     """The seed of this very completion (child ``index`` of the group's seed)."""
     finish_reason: FinishReason
@@ -53,16 +56,16 @@ class Rollout:
     penalty: float = 0.0
     """Soft overlong punishment, <= 0; training uses ``reward + penalty``."""
     kv_versions: list[tuple[int, int, int]] | None = None
+    """Of each turn's request that reported them, one after the other."""
     num_reprefilled_tokens: int = 0
 
     def __post_init__(self) -> None:
         length = len(self.output_token_ids)
         covered = [(span.start, span.end) for span in self.spans]
-        edges = [0, *(end for _, end in covered)]
-        if not length or len(self.logprobs) != length or edges[-1] != length or [s for s, _ in covered] != edges[:-1]:
+        if not length or not covers(covered, length, len(self.logprobs)):
             raise InvalidInput(
                 f"rollout {self.index} of group {self.group} is malformed: {length} tokens, {len(self.logprobs)} "
-                f"logprobs, version spans {covered}; every token needs a logprob and exactly one version"
+                f"logprobs, version spans {covered}; every sampled token needs a logprob and exactly one version"
             )
 
     @property
@@ -71,8 +74,13 @@ class Rollout:
 
     @property
     def policy_versions(self) -> list[int]:
-        """The policy version of each output token, from the trainer's labels."""
+        """The policy version of each sampled token, from the trainer's labels."""
         return [policy_version(span) for span in self.spans for _ in range(span.start, span.end)]
+
+    @property
+    def sampled(self) -> list[int]:
+        """The places of the sampled tokens in the output."""
+        return [i for span in self.spans for i in range(span.start, span.end)]
 
     @property
     def oldest_version(self) -> int:
@@ -81,7 +89,14 @@ class Rollout:
     @property
     def spans_versions(self) -> bool:
         """Its weights changed while it was being generated."""
-        return len(self.spans) > 1
+        return len({span.number for span in self.spans}) > 1
+
+
+def covers(spans: list[tuple[int, int]], length: int, num_sampled: int) -> bool:
+    """Spans in order, from the first of ``length`` tokens to the last, over ``num_sampled`` tokens in all."""
+    edges = [edge for span in spans for edge in span]
+    in_order = bool(edges) and edges == sorted(edges) and edges[0] == 0 and edges[-1] == length
+    return in_order and sum(end - start for start, end in spans) == num_sampled
 
 
 def policy_version(span: WeightVersionSpan) -> int:
@@ -113,7 +128,8 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(rollout.output_token_ids) for rollout in self.rollouts)
+        """Sampled ones."""
+        return sum(len(rollout.logprobs) for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +172,7 @@ class TrainBatch:
     step: int
     micro_batches: list[MicroBatch]
     num_tokens: int
-    """Completion tokens in the whole batch: the denominator of the token-level mean."""
+    """Sampled tokens in the whole batch: the denominator of the token-level mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +183,4 @@ class EvalResult:
     """Share of problems with full reward (>= 1)."""
     reward: float
     num_problems: int
-    seconds: float
     rollouts: list[Rollout] = field(repr=False, default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"accuracy": self.accuracy, "reward": self.reward, "problems": self.num_problems, "s": self.seconds}

@@ -93,9 +93,37 @@ def test_sync_twice_and_async_without_staleness_end_with_the_same_weights(tmp_pa
     assert other not in digests
 
 
-def test_a_run_resumed_from_a_checkpoint_goes_on(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_run_resumed_from_a_checkpoint_goes_on(
+    run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = train(tmp_path / "more", "--steps", "10", "--resume", str(run / "checkpoints" / "step-000008"))
     assert summary["steps"] == 10 and summary["exact_tokens"] == summary["tokens"]
+    assert re.search(r"training +[0-9.]+ s for 2 steps", capsys.readouterr().out)
+
+
+def test_a_file_of_prompts_is_a_task(tmp_path: pathlib.Path) -> None:
+    words = ["".join(chr(97 + (7 * i * k + i + k) % 26) for k in range(6)) for i in range(200)]
+    rows = [{"prompt": f"{word}=", "answer": word[::-1]} for word in words]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = str(tmp_path / "words.jsonl")
+    summary = train(tmp_path / "run", "--task", task, "--steps", "3", "--set", "eval_problems=0")
+    assert summary["exact_tokens"] == summary["tokens"] > 300
+    assert summary["updates"] == 3, "also the last one, that no evaluation comes after"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["reward"] for line in lines} == {0.0, 1.0}
+
+
+def test_a_task_of_two_turns_is_exact_under_updates(tmp_path: pathlib.Path) -> None:
+    task = str(ROOT / "examples" / "second_try.py") + ":make_task"
+    summary = train(tmp_path / "run", "--task", task, "--steps", "6", "--set", "max_tokens=20")
+    assert summary["exact_tokens"] == summary["tokens"] > 1000 and summary["requests_spanning_versions"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    second = [line for line in lines if len(line["output"]) > len(line["logprobs"]) // 8]
+    assert len(lines) // 8 < len(second) < len(lines) and {line["reward"] for line in second} <= {0.0, 0.5}
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["staleness_max"] for line in metrics) in (1, 2, 3)
+    assert all(line["fresh_tokens"] == line["fresh_tokens_exact"] for line in metrics)
+    assert len(check_run(tmp_path / "run", "logprob").wrong) == 1
 
 
 def test_the_published_recipe_runs_on_the_tiny_model_and_dries(
