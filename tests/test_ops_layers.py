@@ -153,7 +153,7 @@ def test_the_forward_has_the_same_bits_with_and_without_gradients(packed: bool) 
     assert trained.requires_grad and torch.equal(trained.detach(), served)
 
 
-# -- row operations: the kernels, the plain twins, a float64 definition -------------------------------------------------
+# -- row operations: the kernels, the plain twins, a float64 definition -----------------------------------------------
 
 
 @pytest.fixture(params=["kernels", "reference"])
@@ -230,7 +230,8 @@ def test_case_104_row_operations_keep_a_rows_bits(dtype: torch.dtype, twin: str)
     """Whatever the neighbours, and with one thread or two."""
     x, y = random(1, 300, 576, dtype=dtype), random(2, 300, 576, dtype=dtype)
     gain, head_gain = random(3, 576, dtype=dtype), random(4, 64, dtype=dtype)
-    wide, qkv, positions = random(5, 300, 384, dtype=dtype), random(6, 300, 15 * 64, dtype=dtype), torch.arange(300) % 200
+    wide, qkv = random(5, 300, 384, dtype=dtype), random(6, 300, 15 * 64, dtype=dtype)
+    positions = torch.arange(300) % 200
     rope = rope_of(9, 3, 64)
     operations = [
         lambda s: torch.cat(add_rms_norm(x[s], y[s], gain, 1e-5), 1),

@@ -237,7 +237,7 @@ def test_prompt_logprobs_are_those_of_the_targets() -> None:
     assert sampling.prompt_logprobs(logits[:0], targets[:0], 1) == []
 
 
-# -- the kernels against the definition ----------------------------------------------------------------------------------
+# -- the kernels against the definition -------------------------------------------------------------------------------
 
 kernels = pytest.mark.skipif(cpu.library() is None, reason="the kernels are switched off, or there is no compiler")
 

@@ -32,7 +32,8 @@ _LOGIT_BYTES = 64 << 20
 class PackedBatch:
     """Prompts and completions in one flat row of tokens, for one forward.
 
-    input_ids, positions [T]; ``placement``: which token's K and V stand in which slot of which block; rows [N]: the token whose hidden state predicts each target; targets [N]: every completion token, in order.
+    input_ids, positions [T]; ``placement``: which token's K and V stand in which slot of which block; rows [N]: the
+    token whose hidden state predicts each target; targets [N]: every completion token, in order.
     """
 
     input_ids: torch.Tensor

@@ -85,7 +85,8 @@ class PagedAttention(torch.autograd.Function):
         shape = (p.num_blocks, p.block_size, *k.shape[1:])
 
         def placed(x: torch.Tensor) -> torch.Tensor:  # [T, K, F] → [B, S, K, F]
-            return x.new_zeros(p.num_blocks * p.block_size, *x.shape[1:]).index_copy_(0, p.slots, x[p.tokens]).view(shape)
+            out = x.new_zeros(p.num_blocks * p.block_size, *x.shape[1:])
+            return out.index_copy_(0, p.slots, x[p.tokens]).view(shape)
 
         tables = (meta.block_tables, meta.cu_seqlens_q, meta.seq_lens)
         grad_q, *grads = twin(grad.contiguous(), q.contiguous(), placed(k), placed(v), *tables, ctx.scale)

@@ -58,7 +58,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return *_rms_norm_backward(grad, *ctx.saved_tensors, ctx.eps), None
+        x, weight = ctx.saved_tensors
+        return *_rms_norm_backward(grad, x, weight, ctx.eps), None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -71,7 +72,8 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, grad):  # type: ignore[no-untyped-def]
-        grad_x, grad_weight = _rms_norm_backward(grad, *ctx.saved_tensors, ctx.eps)
+        total, weight = ctx.saved_tensors
+        grad_x, grad_weight = _rms_norm_backward(grad, total, weight, ctx.eps)
         grad_x = grad_x + grad_total
         return grad_x, grad_x, grad_weight, None
 

@@ -1,7 +1,7 @@
 """Sampling and THE log-probability function, shared by the engine and the trainer.
 
-The torch operations here are the definition; on a CPU the kernels of ``ops.cpu`` do the same in one pass over the logits.
-Both sides take the same way, which dtype and device decide, so both get the same bits.
+The torch operations here are the definition; on a CPU the kernels of ``ops.cpu`` do the same without copies of the
+logits. Dtype and device decide which, so both sides get the same bits.
 
 Randomness is a function of (seed, absolute position): one uniform per token, inverse transform in the order of token
 ids. Nothing else (neighbours, time, preemption, pause) can change what is drawn.
