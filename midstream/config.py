@@ -53,7 +53,7 @@ class EngineConfig:
     tokenizer: str | None = None
     """Directory of a tokenizer; by default the model's own."""
     max_model_len: int | None = None
-    """Longest prompt + output; by default the model's own limit, at most 8,192."""
+    """Longest prompt + output; by default the model's own limit, at most 8,192 and what the KV cache holds."""
     block_size: int = 16
     """Tokens in one KV block. Part of the numerics fingerprint: attention sums block by block."""
     num_blocks: int | None = None
