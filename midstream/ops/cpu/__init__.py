@@ -97,9 +97,12 @@ def library() -> ctypes.CDLL | None:
 
 def supports(tensor: torch.Tensor, *sizes: int) -> bool:
     """Whether the kernels serve this dtype and device, and ``sizes``: multiples of sixteen lanes."""
-    if tensor.device.type != "cpu" or tensor.dtype not in _SUFFIX or library() is None:
+    if not tensor.is_cpu or tensor.dtype not in _SUFFIX or library() is None:
         return False
-    return all(size % 16 == 0 for size in sizes)
+    for size in sizes:  # noqa: SIM110  (this runs six times a layer: a generator would be half of it)
+        if size % 16:
+            return False
+    return True
 
 
 @functools.cache
@@ -115,8 +118,11 @@ def _function(name: str, dtype: torch.dtype, kinds: str) -> Any:
 
 
 def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
-    assert all(t is None or t.is_contiguous() for t in tensors)
-    return [None if t is None else t.data_ptr() for t in tensors]
+    found: list[int | None] = []
+    for t in tensors:
+        assert t is None or t.is_contiguous()
+        found.append(None if t is None else t.data_ptr())
+    return found
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
