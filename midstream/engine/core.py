@@ -29,6 +29,7 @@ from midstream.engine.updates import WeightUpdates
 from midstream.engine.worker import Done, Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
+from midstream.ops.numerics import difference
 from midstream.types import (
     FinishReason,
     Request,
@@ -429,8 +430,8 @@ class EngineCore:
         theirs, ours = self.updates.trainer_fingerprint, self.worker.fingerprint
         if theirs is None:
             return "no (trainer numerics unknown)"
-        differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-        return f"no (trainer numerics differ in {', '.join(differing)})" if differing else "yes"
+        gap = difference(ours, theirs)
+        return f"no (engine and trainer differ in {gap})" if gap else "yes"
 
     def weight_digests(self) -> dict[str, Any]:
         """Digest of every tensor really held (recomputed from the live, packed form), by checkpoint name."""
