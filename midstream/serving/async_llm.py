@@ -158,9 +158,8 @@ class AsyncLLM:
         needs_text = params.detokenize or params.structured_outputs is not None or isinstance(prompt, (str, dict))
         if needs_text and self.text.exists and not self.text.is_loaded:
             await asyncio.to_thread(self.text.load)  # seconds where it imports transformers: not on this loop
-        if params.structured_outputs is not None and not self._core_has_tokenizer:
-            await self._call("load_grammar_tokenizer", text=await asyncio.to_thread(self.text.to_json))
-            self._core_has_tokenizer = True
+        if params.structured_outputs is not None:
+            await self.prepare_grammars()
         text, ids = prompt_ids(prompt, self.text)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         while (left := self._leaving.get(request_id)) is not None:
@@ -198,6 +197,13 @@ class AsyncLLM:
                 output = latest
         assert output is not None
         return output
+
+    async def prepare_grammars(self) -> None:
+        """Give the core its view of the tokenizer, for structured outputs. The first request that wants them does this
+        too; with a large vocabulary it then holds up the others' next step for up to a second."""
+        if not self._core_has_tokenizer:
+            await self._call("load_grammar_tokenizer", text=await asyncio.to_thread(self.text.to_json))
+            self._core_has_tokenizer = True
 
     def check_alive(self) -> None:
         """Raises EngineDead, or what else ended the engine, if it is gone."""

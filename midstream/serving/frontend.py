@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,9 @@ class Frontend:
 
     async def start(self) -> None:
         self.started = await self.llm.start()
+        if self.has_text:  # now, while no request can be held up by it
+            with contextlib.suppress(Exception):  # whoever asks for text or structured outputs is told
+                await self.llm.prepare_grammars()
 
     async def close(self) -> None:
         await self.jobs.close()

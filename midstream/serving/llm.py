@@ -55,10 +55,10 @@ class LLM:
         """Complete every prompt; outputs in the order of the prompts.
 
         ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
-        weights midstream. A refused prompt raises before any of the others has run. In an abort or wait pause this
-        raises EnginePaused, in a keep pause, or where ``on_step`` leaves the engine paused, Conflict. ``use_tqdm``
-        (vLLM's name): a progress bar where the output is a terminal and there is more than one prompt. ``priority``:
-        one for each prompt, a lower number is more urgent.
+        weights midstream. A refused prompt raises before any of the others has run, a grammar that does not compile
+        as soon as that is known. In an abort or wait pause this raises EnginePaused, in a keep pause, or where
+        ``on_step`` leaves the engine paused, Conflict. ``use_tqdm`` (vLLM's name): a progress bar where the output is
+        a terminal and there is more than one prompt. ``priority``: one for each prompt, a lower number is more urgent.
         """
         if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = cast(list[Prompt], [prompts])
