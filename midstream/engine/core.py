@@ -441,6 +441,8 @@ class EngineCore:
             "waiting": s.num_waiting,
             "held": len(s.live) if not self.may_step else 0,
             **self.version(),
+            "model": self.config.model_name or self.config.model,
+            "revision": self.config.revision,
             "update": self.session.progress(time.monotonic()),
             "exact": self._exact(),
             "fingerprint": self.worker.fingerprint,

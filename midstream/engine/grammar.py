@@ -1,9 +1,9 @@
 """Structured output: which tokens may come next, so that the text matches a JSON schema, a regex or a choice.
 
 A library (llguidance) keeps the parsers; it is imported, and its view of the tokenizer built, when the front end sends
-the text of a ``tokenizer.json``: with the first request that asks, or, in a server, before it serves. Building it takes
-up to a second for a large vocabulary and holds the interpreter all the while; compiling a grammar lets go of it, and may
-take anything from a millisecond to a minute. So grammars are compiled in threads, under a limit of size and time.
+the text of a ``tokenizer.json``: with the first request that asks or, in a server, before it serves. Building it takes
+up to a second for a large vocabulary and holds the interpreter all the while. Compiling a grammar lets go of it, and
+takes anything from a millisecond to minutes: so that happens in threads, under a limit of size and time.
 
 Grammars are kept here in the core, beside the request: what may come next depends on every token made, and only here
 does the next step wait for nothing. ``Scheduler.update`` hands each its token in the order they are made.
@@ -30,6 +30,7 @@ _NUM_THREADS = 2
 
 _FUSE = '"decoder":{"type":"Sequence","decoders":[{"type":"ByteFallback"},{"type":"Fuse"}]}'
 Then = Callable[[list["Grammar"] | InvalidInput], None]
+
 
 class Grammar:
     """How far one request has come in its grammar: a function of the tokens it took, and of nothing else."""
@@ -72,9 +73,7 @@ class GrammarCompiler:
     ``settle`` to do.
     """
 
-    def __init__(
-        self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None] = lambda: None) -> None:
         self._wake = wake
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._pending: list[tuple[float, Future[list[Grammar]], Then]] = []

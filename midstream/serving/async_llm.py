@@ -29,6 +29,7 @@ from midstream.engine.process import (
     from_core_decoder,
 )
 from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire
+from midstream.models.hub import located
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
@@ -55,12 +56,12 @@ class _Stream:
 class AsyncLLM:
     """``async with AsyncLLM(model=…) as llm`` or ``llm = AsyncLLM(…); await llm.start()``; close with ``aclose()``.
 
-    Takes the fields of EngineConfig. Belongs to one event loop. If the core dies, every open stream and call raises
-    EngineDead, and so does every later one.
+    Takes the fields of EngineConfig; a model of the Hub is fetched here and now. Belongs to one event loop. If the
+    core dies, every open stream and call raises EngineDead, and so does every later one.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_options({"model": model, **options})
+        self.config = located(EngineConfig.from_options({"model": model, **options}))
         self.text = Text(self.config.tokenizer or self.config.model)
         self._process = EngineProcess(self.config)
         self._streams: dict[str, _Stream] = {}

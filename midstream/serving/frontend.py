@@ -32,7 +32,7 @@ class Frontend:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.jobs = Jobs(llm, settings, self.metrics)
-        given = llm.config.model
+        given = llm.config.model_name or llm.config.model
         self.names = settings.served_model_name or (given,)
         self._known = {*self.names, given, os.path.abspath(os.path.expanduser(given))}
         self.started: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
 from midstream.errors import Conflict, InvalidInput, MidstreamError, TimedOut
+from midstream.models.hub import located
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
@@ -26,12 +27,12 @@ _VERB_TIMEOUT_S = 300.0
 class LLM:
     """An engine without a server or a second process: for scripts, evaluation and tests.
 
-    ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig. Threads may share it: whoever waits for an answer runs
-    the turns, one at a time, and hands everyone what is theirs.
+    ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig; a model of the Hub is fetched first. Threads may share
+    it: whoever waits for an answer runs the turns, one at a time, and hands everyone what is theirs.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_options({"model": model, **options})
+        self.config = located(EngineConfig.from_options({"model": model, **options}))
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
         self._turn = threading.Event()
