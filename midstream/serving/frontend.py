@@ -22,6 +22,8 @@ from midstream.types import SamplingParams
 
 T = TypeVar("T")
 _MAX_KEY = 512
+_TEMPLATE_S = 2.0
+"""For one rendering of a chat template that came with a request; everyone else's text waits."""
 
 
 class Frontend:
@@ -83,6 +85,8 @@ class Frontend:
         return await self.beside(lambda: self.llm.text.encode(text, add_special_tokens))
 
     async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+        if arguments.get("chat_template"):
+            arguments = {**arguments, "time_limit_s": _TEMPLATE_S, "max_chars": self.settings.max_body_bytes}
         return await self.beside(lambda: self.llm.text.apply_chat_template(messages, **arguments))
 
     # -- jobs --------------------------------------------------------------------------------------------------
