@@ -69,3 +69,16 @@ def test_a_template_that_never_ends_holds_up_nobody_for_long(
         assert answer.status_code == 400
         answer = server.post("/v1/chat/completions", {**body, "chat_template_kwargs": {"time_limit_s": 0.000001}})
         assert answer.status_code == 200, answer.text
+
+
+def test_a_server_has_the_core_s_view_of_the_tokenizer_before_it_serves(model: pathlib.Path) -> None:
+    with served(model) as server:
+        assert server.server.llm._core_has_tokenizer
+    (model / "tokenizer.json").write_text("{")  # a broken one is told to whoever asks for text
+    with served(model) as server:
+        body = {"prompt": [5, 6], "max_tokens": 1, "ignore_eos": True}
+        assert (
+            server.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 1}}).status_code
+            == 200
+        )
+        assert server.post("/v1/completions", {**body, "prompt": "ab"}).status_code == 400

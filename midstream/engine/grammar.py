@@ -1,9 +1,10 @@
 """Structured output: which tokens may come next, so that the text matches a JSON schema, a regex or a choice.
 
 A library (llguidance) keeps the parsers; it is imported, and its view of the tokenizer built, when the front end sends
-the text of a ``tokenizer.json``: with the first request that asks or, in a server, before it serves. Building it takes
-up to a second for a large vocabulary and holds the interpreter all the while. Compiling a grammar lets go of it, and
-takes anything from a millisecond to minutes: so that happens in threads, under a limit of size and time.
+the text of a ``tokenizer.json``: with the first request that asks, or before a server serves if that file exists.
+Building it takes up to a second for a large vocabulary and holds the interpreter all the while. Compiling a grammar
+lets go of it, and takes anything from a millisecond to minutes: so that happens in threads, under a limit of size and
+time.
 
 Grammars are kept here in the core, beside the request: what may come next depends on every token made, and only here
 does the next step wait for nothing. ``Scheduler.update`` hands each its token in the order they are made.

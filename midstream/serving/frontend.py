@@ -48,7 +48,7 @@ class Frontend:
 
     async def start(self) -> None:
         self.started = await self.llm.start()
-        if self.has_text:  # now, while no request can be held up by it
+        if self.llm.text.is_quick:  # now, while no request can be held up by it
             with contextlib.suppress(Exception):  # whoever asks for text or structured outputs is told
                 await self.llm.prepare_grammars()
 

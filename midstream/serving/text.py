@@ -31,6 +31,11 @@ class Text:
         return self._source.is_file() or any((self._source / name).is_file() for name in names)
 
     @property
+    def is_quick(self) -> bool:
+        """Loading takes less than a second: there is a tokenizer.json. A GGUF file's tokenizer takes many."""
+        return (self._source / "tokenizer.json").is_file()
+
+    @property
     def is_loaded(self) -> bool:
         return self._fast is not None
 
@@ -94,11 +99,10 @@ class Text:
 
     def _backend(self) -> Any:
         if self._fast is None:
-            file = self._source / "tokenizer.json"
-            if self._full is None and self._source.is_dir() and file.is_file():
+            if self._full is None and self.is_quick:
                 from tokenizers import Tokenizer
 
-                self._fast = Tokenizer.from_file(str(file))
+                self._fast = Tokenizer.from_file(str(self._source / "tokenizer.json"))
             else:
                 self._fast = self.tokenizer().backend_tokenizer
         return self._fast
