@@ -71,7 +71,8 @@ def test_a_template_that_never_ends_holds_up_nobody_for_long(
         assert answer.status_code == 200, answer.text
 
 
-def test_a_server_has_the_core_s_view_of_the_tokenizer_before_it_serves(model: pathlib.Path) -> None:
+def test_a_server_has_the_core_s_view_of_the_tokenizer_before_it_serves(tmp_path: pathlib.Path) -> None:
+    model = write_text_checkpoint(tmp_path / "m", num_hidden_layers=1)
     with served(model) as server:
         assert server.server.llm._core_has_tokenizer
     (model / "tokenizer.json").write_text("{")  # a broken one is told to whoever asks for text
