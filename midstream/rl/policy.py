@@ -14,6 +14,7 @@ from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
 from midstream.models.packed import Sequences, pack, sequence_logprobs
 from midstream.models.weights import assemble
+from midstream.ops.numerics import fingerprint
 from midstream.types import ParamMeta, SamplingParams
 from midstream.weights.packing import dtype_name
 
@@ -80,6 +81,7 @@ class PolicySource:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.fingerprint = fingerprint(policy.dtype, policy.block_size)
 
     def metadata(self) -> list[ParamMeta]:
         kind = dtype_name(self._policy.dtype)
