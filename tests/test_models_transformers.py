@@ -12,8 +12,8 @@ import torch
 from checkpoints import VARIANTS, write_checkpoint
 from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint
-from midstream.models.weights import assemble
-from midstream.ops.attention import AttentionMetadata, paged_attention, write_kv
+from midstream.models.weights import LayerWeights, assemble
+from midstream.ops.attention import AttentionMetadata, rope_attention
 from midstream.rl.policy import Policy
 from midstream.serving.llm import LLM
 from midstream.types import SamplingParams
@@ -77,14 +77,14 @@ def our_logits(path: pathlib.Path, ids: list[int]) -> torch.Tensor:
     )
     meta = AttentionMetadata(
         torch.arange(blocks, dtype=torch.int32)[None], torch.tensor([0, len(ids)], dtype=torch.int32),
-        torch.tensor([len(ids)], dtype=torch.int32), len(ids),
+        torch.tensor([len(ids)], dtype=torch.int32), len(ids), torch.arange(len(ids)),
     )  # fmt: skip
 
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        write_kv(keys, values, k, v, torch.arange(len(ids)))
-        return paged_attention(q, keys, values, meta, model.scale)
+    def attend(_: int, qkv: torch.Tensor, of: LayerWeights) -> torch.Tensor:
+        positions = torch.arange(len(ids))
+        return rope_attention(qkv, model.rope, positions, of.q_norm, of.k_norm, keys, values, meta, model.scale)
 
-    return model.logits(weights, model.forward(weights, torch.tensor(ids), torch.arange(len(ids)), attend))
+    return model.logits(weights, model.forward(weights, torch.tensor(ids), attend))
 
 
 def test_logits_are_close(path: pathlib.Path) -> None:

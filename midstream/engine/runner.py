@@ -8,8 +8,8 @@ import torch
 
 from midstream.models.config import ModelConfig
 from midstream.models.llama import Llama
-from midstream.models.weights import ModelWeights
-from midstream.ops.attention import AttentionMetadata, paged_attention, write_kv
+from midstream.models.weights import LayerWeights, ModelWeights
+from midstream.ops.attention import AttentionMetadata, rope_attention
 from midstream.ops.sampling import prompt_logprobs, sample
 from midstream.types import ModelRunnerOutput, SchedulerOutput
 
@@ -78,14 +78,15 @@ class ModelRunner:
             slot_mapping=torch.tensor(slots, device=to),
         )
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            keys, values = self._layers[layer]
-            assert metadata.slot_mapping is not None
-            write_kv(keys, values, k, v, metadata.slot_mapping)
-            return paged_attention(q, keys, values, metadata, self.model.scale)
-
         ids = torch.tensor(list(itertools.chain.from_iterable(r.token_ids for r in requests)), device=to)
-        hidden = self.model.forward(weights, ids, torch.tensor(positions, device=to), attend)
+        at = torch.tensor(positions, device=to)
+        model = self.model
+
+        def attend(layer: int, qkv: torch.Tensor, of: LayerWeights) -> torch.Tensor:
+            keys, values = self._layers[layer]
+            return rope_attention(qkv, model.rope, at, of.q_norm, of.k_norm, keys, values, metadata, model.scale)
+
+        hidden = model.forward(weights, ids, attend)
 
         output = ModelRunnerOutput()
         drawn = [(i, r) for i, r in enumerate(requests) if r.sample]

@@ -1,7 +1,7 @@
 """One dense decoder for Llama, SmolLM2, Qwen2 and Qwen3; the config decides. Engine and trainer run this very code.
 
-The forward is a function of (weights, tokens, positions, attend). ``attend`` is the only difference between the two
-callers: the engine's writes K and V into its cache, the trainer's lays them out in blocks of the same size.
+The forward is a function of (weights, tokens, attend). ``attend`` turns, splits and attends, and is the only difference
+between the two callers: the engine's writes K and V into its cache, the trainer's lays them out in blocks of that size.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from midstream.models.config import ModelConfig
-from midstream.models.weights import ModelWeights
-from midstream.ops.layers import Rope, add_rms_norm, linear, silu_and_mul, split_rope
+from midstream.models.weights import LayerWeights, ModelWeights
+from midstream.ops.layers import Rope, add_rms_norm, linear, silu_and_mul
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q [T, H, F], k [T, K, F], v [T, K, F]) → [T, H, F]"""
+Attend = Callable[[int, torch.Tensor, LayerWeights], torch.Tensor]
+"""(layer, qkv [T, (H + 2K) F], its weights for the norms of q and k) → [T, H F]"""
 
 
 class Llama:
@@ -27,7 +27,7 @@ class Llama:
         self.config = config
         self.scale = 1.0 / math.sqrt(config.head_dim)
         angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), _frequencies(config))
-        self._rope = Rope(
+        self.rope = Rope(
             config.num_heads,
             config.num_kv_heads,
             angles.cos().to(device),
@@ -36,17 +36,15 @@ class Llama:
         )
 
     def forward(
-        self, weights: ModelWeights, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, weights: ModelWeights, input_ids: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """input_ids, positions [T] → final hidden states [T, D], normalised."""
+        """input_ids [T] → final hidden states [T, D], normalised."""
         eps = self.config.rms_norm_eps
         x = F.embedding(input_ids, weights.embed)
         y: torch.Tensor | None = None
         for i, layer in enumerate(weights.layers):
             x, h = add_rms_norm(x, y, layer.input_norm, eps)
-            qkv = linear(h, layer.qkv, layer.qkv_bias)
-            q, k, v = split_rope(qkv, self._rope, positions, layer.q_norm, layer.k_norm)
-            y = linear(attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
+            y = linear(attend(i, linear(h, layer.qkv, layer.qkv_bias), layer), layer.o, layer.o_bias)
             x, h = add_rms_norm(x, y, layer.post_norm, eps)
             y = linear(silu_and_mul(linear(h, layer.gate_up)), layer.down)
         return add_rms_norm(x, y, weights.norm, eps)[1]

@@ -16,8 +16,9 @@ import torch
 
 from midstream.errors import InvalidInput
 from midstream.models.llama import Llama
-from midstream.models.weights import ModelWeights
+from midstream.models.weights import LayerWeights, ModelWeights
 from midstream.ops.attention import AttentionMetadata, PagedAttention, Placement
+from midstream.ops.layers import split_rope
 from midstream.ops.sampling import is_plain, processed_logprobs, token_logprobs
 from midstream.types import SamplingParams
 
@@ -123,10 +124,12 @@ def sequence_logprobs(
     if int(batch.positions.max()) >= longest:
         raise InvalidInput(f"sequences: {int(batch.positions.max()) + 2} tokens; the model has {longest} positions")
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return PagedAttention.apply(q, k, v, batch.placement, batch.metadata, model.scale)  # type: ignore[no-any-return]
+    def attend(layer: int, qkv: torch.Tensor, of: LayerWeights) -> torch.Tensor:
+        q, k, v = split_rope(qkv, model.rope, batch.positions, of.q_norm, of.k_norm)
+        out: torch.Tensor = PagedAttention.apply(q, k, v, batch.placement, batch.metadata, model.scale)
+        return out.flatten(1)
 
-    hidden = model.forward(weights, batch.input_ids, batch.positions, attend)
+    hidden = model.forward(weights, batch.input_ids, attend)
     step = max(_LOGIT_BYTES // (4 * model.config.vocab_size), 1)
     plain = is_plain(params)
     out = []

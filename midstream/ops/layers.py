@@ -98,6 +98,10 @@ class _SiluAndMul(torch.autograd.Function):
         return cpu.silu_and_mul_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
+MAX_HALF = 256
+"""Half of the widest head that the kernels take."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """How a fused qkv [T, (H + 2K) F] becomes q, k and v: heads, rotary tables, and the width of a norm's epsilon.
@@ -121,7 +125,7 @@ def split_rope(
     k_norm: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [T, H, F], k [T, K, F] (normalised where there are norms [F], then rotated) and v [T, K, F]; positions [T]."""
-    if not cpu.supports(qkv, rope.cos.shape[1]) or rope.cos.shape[1] > 256:
+    if not cpu.supports(qkv, rope.cos.shape[1]) or rope.cos.shape[1] > MAX_HALF:
         return reference.split_rope(qkv, rope, positions, q_norm, k_norm)
     if torch.is_grad_enabled() and qkv.requires_grad:
         return _SplitRope.apply(qkv, q_norm, k_norm, rope, positions)  # type: ignore[no-any-return]
@@ -175,7 +179,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 def _product(x: torch.Tensor, weight: torch.Tensor, packed: bool) -> torch.Tensor:
     if packed:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight)
 
 
@@ -244,6 +248,8 @@ class LinearWeight:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.plain if self.packed is None else self.packed
         assert weight is not None
+        if self.tile == 0 and len(x) <= _MAX_ROWS:
+            return _product(x, weight, self.packed is not None)
         return _tiled(x, weight, self.packed is not None, self.tile)
 
 

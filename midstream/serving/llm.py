@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import threading
@@ -82,7 +83,9 @@ class LLM:
                     request_id = str(next(self._ids))
                     tokenizer = self.text if self.text.exists else None
                     builder = OutputBuilder(request_id, text, ids, params, tokenizer)
-                    self.core.add(request_id, ids, core_params(params), priority=urgency)
+                    # Nobody sees what is not finished, unless a stop text is looked for in it.
+                    silent = core_params(dataclasses.replace(params, final_only=True))
+                    self.core.add(request_id, ids, silent, priority=urgency)
                     self._open[request_id] = builders[request_id] = builder
             steps = 0
             with Progress(transient=True, disable=not use_tqdm or len(builders) < 2 or not sys.stderr.isatty()) as bar:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from midstream.ops.attention import AttentionMetadata
     from midstream.ops.layers import Rope
 
 _HERE = pathlib.Path(__file__).parent
@@ -214,6 +215,31 @@ def paged_attention(
         *_pointers(out, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens),
         *(seq_lens.shape[0], block_tables.shape[1], num_heads, num_kv_heads, head_dim, block_size),
         scale,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def rope_attention(
+    qkv: torch.Tensor,
+    rope: Rope,
+    positions: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Contract of ``ops.attention.rope_attention``."""
+    m, rows, num_heads, num_kv_heads = metadata, len(qkv), rope.num_heads, rope.num_kv_heads
+    size = 2 * rope.cos.shape[1]
+    out, scratch = qkv.new_empty(rows, num_heads * size), torch.empty_like(qkv)
+    tables = (m.slot_mapping, m.block_tables, m.cu_seqlens_q, m.seq_lens)
+    _function("rope_attention", qkv.dtype, "pppppppppppppp" + "liiiiiiff")(
+        *_pointers(out, scratch, key_cache, value_cache, qkv, positions, rope.cos, rope.sin, q_norm, k_norm, *tables),
+        *(rows, len(m.seq_lens), m.block_tables.shape[1], num_heads, num_kv_heads, size, key_cache.shape[3]),
+        *(scale, rope.eps),
         torch.get_num_threads(),
     )
     return out

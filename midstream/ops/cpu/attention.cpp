@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "lanes.h"
+#include "rope.h"
 
 namespace {
 
@@ -302,7 +302,7 @@ template <typename T>
 void write_kv(T* kcache, T* vcache, const T* key, const T* value, const int64_t* slots, int tokens, int K, int F,
               int S, int threads) {
   constexpr int P = Pair<T>::P;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && int64_t(tokens) * K * F >= (1 << 15))
+#pragma omp parallel for num_threads(threads) if (threads > 1 && int64_t(tokens) * K * F >= GRAIN)
   for (int t = 0; t < tokens; ++t) {
     const int64_t block = slots[t] / S, at = slots[t] % S;
     for (int h = 0; h < K; ++h) {
@@ -338,5 +338,20 @@ void write_kv(T* kcache, T* vcache, const T* key, const T* value, const int64_t*
     write_kv<T>(kc, vc, k, v, slots, tokens, K, F, S, threads);                                                      \
   }
 
+// What a layer of the engine does between two products: split, norms, rope, write, attend. scratch: [T, (H + 2K) F].
+#define EXPORT_LAYER(SUFFIX, T)                                                                                      \
+  extern "C" void midstream_rope_attention_##SUFFIX(                                                                 \
+      T* out, T* scratch, T* kc, T* vc, const T* qkv, const int64_t* positions, const float* cos, const float* sin,  \
+      const T* q_norm, const T* k_norm, const int64_t* slots, const int32_t* tables, const int32_t* cu_q,            \
+      const int32_t* seq_lens, int64_t rows, int R, int stride, int H, int K, int F, int S, float scale, float eps,  \
+      int threads) {                                                                                                 \
+    T *q = scratch, *k = q + rows * H * F, *v = k + rows * K * F;                                                    \
+    split_rope<T>(q, k, v, qkv, positions, cos, sin, q_norm, k_norm, rows, H, K, F, eps, threads);                   \
+    write_kv<T>(kc, vc, k, v, slots, int(rows), K, F, S, threads);                                                   \
+    paged_attention<T>(out, q, kc, vc, tables, cu_q, seq_lens, R, stride, H, K, F, S, scale, threads);               \
+  }
+
+EXPORT_LAYER(f32, float)
+EXPORT_LAYER(bf16, bf16)
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

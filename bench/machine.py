@@ -1,0 +1,77 @@
+"""What the machine itself says: how much of it others use while we measure, and how fast it reads memory."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+
+import torch
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+QUIET = 0.05
+"""Others may use this share of the cores before a measurement counts as disturbed."""
+
+
+def _busy_s() -> float:
+    """CPU seconds that the whole machine has worked since its start."""
+    fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+    return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
+def _own_s() -> float:
+    """CPU seconds of this process and all below it, those that ended included."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, float] = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        pid = int(path.parent.name)
+        children.setdefault(int(fields[1]), []).append(pid)
+        used[pid] = sum(map(int, fields[11:15])) / _TICKS
+    total, queue = 0.0, [os.getpid()]
+    while queue:
+        pid = queue.pop()
+        total += used.get(pid, 0.0)
+        queue += children.get(pid, ())
+    return total
+
+
+class Foreign:
+    """Meters the CPU that processes outside our own tree use, from construction or :meth:`start` on."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._at, self._busy, self._own = time.perf_counter(), _busy_s(), _own_s()
+
+    def share(self) -> float:
+        """Of all cores, since the start."""
+        seconds = time.perf_counter() - self._at
+        foreign = _busy_s() - self._busy - (_own_s() - self._own)
+        return max(foreign, 0.0) / seconds / (os.cpu_count() or 1)
+
+    def wait_quiet(self, timeout_s: float = 15.0) -> None:
+        """Return when others leave the machine alone, or after ``timeout_s``; then start."""
+        end = time.perf_counter() + timeout_s
+        while time.perf_counter() < end:
+            self.start()
+            time.sleep(0.4)
+            if self.share() < QUIET / 2:
+                break
+        self.start()
+
+
+def read_bytes_per_s(size: int = 512 << 20) -> float:
+    """Bandwidth of reading memory that is in no cache, with all threads; the best of five passes."""
+    block = torch.ones(size // 8, dtype=torch.int64)
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        block.sum()
+        best = max(best, size / (time.perf_counter() - start))
+    return best

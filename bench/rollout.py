@@ -1,0 +1,178 @@
+"""Rollouts per second: output tokens/s of the offline engine, with the peer's in turn and this machine's limit.
+
+    python -m bench.rollout --model DIR --concurrency 1,8,32,64,128 --peer-python PATH
+
+One JSON line per concurrency C (prompts of 64 tokens, 8 samples each, 128 tokens out, T = 1, logprobs on, bf16):
+tokens_per_s, peer_tokens_per_s and their ratio; step_ms, a decode step without the prefill; limit_ms, what the packed
+products of such a step take alone plus its KV bytes at the measured read bandwidth; disturbed, the largest share of the
+machine that other processes took during what is reported. A disturbed measurement is repeated, at most twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bench.machine import QUIET, Foreign, read_bytes_per_s
+from midstream import LLM, SamplingParams
+from midstream.engine.runner import ModelRunner
+
+PROMPT_TOKENS, OUTPUT_TOKENS, SAMPLES = 64, 128, 8
+
+
+def work_of(concurrency: int, max_tokens: int, seed: int, vocab: int) -> dict[str, Any]:
+    """Distinct prompts that nothing has cached."""
+    rng = random.Random(seed)
+    n = min(SAMPLES, concurrency)
+    prompts = [[rng.randrange(10, vocab - 10) for _ in range(PROMPT_TOKENS)] for _ in range(concurrency // n)]
+    return {"prompts": prompts, "n": n, "max_tokens": max_tokens}
+
+
+class Ours:
+    """Our engine, in this process."""
+
+    def __init__(self, model: str, longest: int, most: int) -> None:
+        blocks = most * -(-longest // 16)
+        self.llm = LLM(model, dtype="bfloat16", max_model_len=longest, max_num_seqs=most, num_blocks=blocks)
+
+    def seconds(self, work: dict[str, Any]) -> float:
+        params = SamplingParams(
+            n=work["n"], max_tokens=work["max_tokens"], ignore_eos=True, logprobs=1, detokenize=False
+        )
+        start = time.perf_counter()
+        outputs = self.llm.generate(work["prompts"], params)
+        seconds = time.perf_counter() - start
+        assert all(len(c.token_ids) == len(c.logprobs) == work["max_tokens"] for o in outputs for c in o.outputs)
+        return seconds
+
+    def limit_ms(self, rows: int) -> float:
+        """All products of a decode step of ``rows`` requests, and its KV at half of its output."""
+        worker = self.llm.core.worker
+        layers = worker.weights.layers
+        weights = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        weights.append(worker.weights.head)
+        inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(w.dtype) for w in weights}
+        best = float("inf")
+        with torch.inference_mode():
+            for _ in range(10):
+                start = time.perf_counter()
+                for w in weights:
+                    w.product(inputs[w.shape[1]])
+                best = min(best, time.perf_counter() - start)
+        context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
+        kv = rows * context * ModelRunner.block_bytes(worker.model_config, torch.bfloat16, 1)
+        return (best + kv / read_bytes_per_s()) * 1e3
+
+
+class Peer:
+    """vLLM in a process of its own, with the settings it advises."""
+
+    def __init__(self, python: str, model: str, longest: int, most: int) -> None:
+        home = pathlib.Path(python).absolute().parent.parent
+        libraries = [*pathlib.Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), home / "lib" / "libiomp5.so"]
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "LD_PRELOAD": ":".join(str(path) for path in libraries if path.exists()),
+        }
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTHON"))} | settings
+        script = pathlib.Path(__file__).with_name("peer_vllm.py")
+        self._process = subprocess.Popen(
+            [python, str(script), model, str(longest), str(most)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self.ready_s = float(self._answer()["ready_s"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the peer ended with exit code {self._process.wait(30)}")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def seconds(self, work: dict[str, Any]) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self._process.kill()
+
+
+def measured(meter: Foreign, run: Callable[[int], float]) -> tuple[float, float]:
+    """(seconds, share of the machine that others took): the least disturbed of up to three. ``run`` is told which."""
+    tries: list[tuple[float, float]] = []
+    while len(tries) < 3 and not (tries and tries[-1][1] < QUIET):
+        meter.wait_quiet()
+        seconds = run(len(tries))
+        tries.append((seconds, meter.share()))
+    return min(tries, key=lambda one: one[1])
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    concurrencies = [int(c) for c in arguments.concurrency.split(",")]
+    longest, most = 512, max(concurrencies)
+    meter = Foreign()
+    ours = Ours(arguments.model, longest, most)
+    peer = Peer(arguments.peer_python, arguments.model, longest, most) if arguments.peer_python else None
+    vocab = ours.llm.core.worker.model_config.vocab_size
+    engines: list[Ours | Peer] = [ours] if peer is None else [ours, peer]
+    try:
+        for c in concurrencies:
+            for engine in engines:  # caches of shapes, threads, memory
+                engine.seconds(work_of(c, 8, 0, vocab))
+            found, shares = [], []
+            for engine in engines:
+                seconds, share = measured(
+                    meter, lambda i, c=c, engine=engine: engine.seconds(work_of(c, OUTPUT_TOKENS, 10 * c + i, vocab))
+                )
+                found.append(seconds)
+                shares.append(share)
+            first = min(ours.seconds(work_of(c, 2, 1000 + i, vocab)) for i in range(2))
+            line: dict[str, Any] = {"C": c, "tokens_per_s": round(c * OUTPUT_TOKENS / found[0], 1)}
+            if peer is not None:
+                line |= {"peer_tokens_per_s": round(c * OUTPUT_TOKENS / found[1], 1)}
+                line |= {"ratio": round(found[1] / found[0], 3)}
+            line["step_ms"] = round((found[0] - first) / (OUTPUT_TOKENS - 2) * 1e3, 2)
+            line["limit_ms"] = round(ours.limit_ms(c), 2)
+            line["disturbed"] = round(max(shares), 3)
+            yield line
+    finally:
+        if peer is not None:
+            peer.close()
+        ours.llm.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="DIR", help="a directory of safetensors that both can read")
+    parser.add_argument("--concurrency", default="1,8,32,64,128", metavar="C,C,…", help="completions at once")
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter of an environment with vllm-cpu")
+    for line in rows(parser.parse_args()):
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
