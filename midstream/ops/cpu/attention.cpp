@@ -1,5 +1,5 @@
-// Paged attention and what writes its cache. One rule makes it exact: what is computed for a query token and a head is a
-// fixed sequence of operations over that token's own context. Tokens of the context sit in vector lanes, blocks are
+// Paged attention and what writes its cache. One rule makes it exact: what is computed for a query token and a head is
+// a fixed sequence of operations over that token's own context. Tokens of the context sit in vector lanes, blocks are
 // visited in order, and query rows that are computed together share loads, never sums. So a token alone (decode) and
 // in company (prefill, the trainer's forward) gets the same bits.
 //
@@ -234,67 +234,138 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
   }
 }
 
-// Gradients of one query token and one query head over keys and values by token: recomputes the probabilities, then adds
-// to dk, dv and sets dq. Offsets of the context's tokens in ``at``; p, ds: scratch for each of them.
-template <typename T>
-void attend_backward(float* dq, float* dk, float* dv, const T* dout, const T* q, const T* keys, const T* values,
-                     const int64_t* at, int valid, int F, float scale, float* p, float* ds) {
-  float peak = -INFINITY;
-  for (int j = 0; j < valid; ++j) {
-    vec sum = vec{}, dot = vec{};
-    for (int f = 0; f < F; f += L) {
-      sum += load(keys + at[j] + f) * load(q + f);
-      dot += load(values + at[j] + f) * load(dout + f);
-    }
-    p[j] = sum_lanes(sum) * scale;
-    ds[j] = sum_lanes(dot);
-    peak = p[j] > peak ? p[j] : peak;
-  }
-  const int whole = (valid + L - 1) / L * L;
-  for (int j = valid; j < whole; ++j) p[j] = -INFINITY, ds[j] = 0;
-  vec total = vec{}, inner = vec{};
-  for (int j = 0; j < whole; j += L) {
-    vec e = exp_neg(load(p + j) - peak);
-    total += e;
-    inner += e * load(ds + j);
-    store(p + j, e);
-  }
-  const float inverse = 1.0f / sum_lanes(total), delta = sum_lanes(inner) * inverse;
-  for (int f = 0; f < F; f += L) store(dq + f, vec{});
-  for (int j = 0; j < valid; ++j) {
-    const float weight = p[j] * inverse, d = weight * (ds[j] - delta) * scale;
-    for (int f = 0; f < F; f += L) {
-      store(dv + at[j] + f, load(dv + at[j] + f) + load(dout + f) * weight);
-      store(dk + at[j] + f, load(dk + at[j] + f) + load(q + f) * d);
-      store(dq + f, load(dq + f) + load(keys + at[j] + f) * d);
-    }
-  }
-}
+// Gradients of all queries of one request and one kv head. Keys and values come as rows [span, F] and with tokens in
+// lanes [F, span]; their gradients are rows. Query rows go in tiles of at most TILE. q, dout [rows, F] are fp32 copies.
+constexpr int TILE = 8;
 
-// k, v [B, S, K, F]; dq [T, H, F], dk, dv as k and v, all fp32; dk and dv start at zero. Threads share nothing: each kv
-// head has its own part of dk and dv, and adds to it in token order whatever their number.
+struct Gradient {
+  int F, span;
+  float scale;
+  const float *k, *v, *k_lanes, *v_lanes;
+  float *dk, *dv, *p, *ds;  // p, ds: scratch [TILE, span]
+
+  // One row's probabilities and the gradient of its scores; zero from ``valid`` to ``end``.
+  void scores(float* p, float* ds, const float* q, const float* dout, int valid, int end) const {
+    vec lane; for (int i = 0; i < L; ++i) lane[i] = float(i);
+    vec best = splat(-INFINITY);
+    for (int j = 0; j < end; j += L) {
+      vec sum = vec{}, dot = vec{};
+      for (int f = 0; f < F; ++f) {
+        sum += load(k_lanes + int64_t(f) * span + j) * q[f];
+        dot += load(v_lanes + int64_t(f) * span + j) * dout[f];
+      }
+      ivec live = lane < splat(float(valid - j));
+      sum = live ? sum * scale : splat(-INFINITY);
+      best = best > sum ? best : sum;
+      store(p + j, sum);
+      store(ds + j, dot);
+    }
+    const float peak = max_lanes(best);
+    vec total = vec{}, inner = vec{};
+    for (int j = 0; j < end; j += L) {
+      vec e = exp_neg(load(p + j) - peak);
+      total += e;
+      inner += e * load(ds + j);
+      store(p + j, e);
+    }
+    const float inverse = 1.0f / sum_lanes(total), delta = sum_lanes(inner) * inverse;
+    for (int j = 0; j < end; j += L) {
+      vec weight = load(p + j) * inverse;
+      store(p + j, weight);
+      store(ds + j, weight * (load(ds + j) - delta) * scale);
+    }
+  }
+
+  void tile(float* const* dq, const float* q, const float* dout, const int* valid, int rows) const {
+    const int end = (valid[rows - 1] + L - 1) / L * L;  // the last row sees the most
+    for (int r = 0; r < rows; ++r)
+      scores(p + r * span, ds + r * span, q + r * F, dout + r * F, valid[r], end);
+    for (int f = 0; f < F; f += L) {
+      for (int r = 0; r < rows; ++r) {
+        vec sum = vec{};
+        for (int j = 0; j < valid[r]; ++j) sum += load(k + j * F + f) * ds[r * span + j];
+        store(dq[r] + f, sum);
+      }
+      for (int j = 0; j < valid[rows - 1]; ++j) {
+        vec to_k = load(dk + j * F + f), to_v = load(dv + j * F + f);
+        for (int r = 0; r < rows; ++r) {
+          to_k += load(q + r * F + f) * ds[r * span + j];
+          to_v += load(dout + r * F + f) * p[r * span + j];
+        }
+        store(dk + j * F + f, to_k);
+        store(dv + j * F + f, to_v);
+      }
+    }
+  }
+};
+
+// k, v [B, S, K, F]; dq [T, H, F], dk, dv as k and v, all fp32; dk and dv start at zero. Each (request, kv head) has
+// sums of its own; then each head adds them up in the order of the requests: no bit depends on the number of threads.
 template <typename T>
 void paged_attention_backward(float* dq, float* dk, float* dv, const T* dout, const T* q, const T* k, const T* v,
                               const int32_t* tables, const int32_t* cu_q, const int32_t* seq_lens, int R,
                               int table_stride, int H, int K, int F, int S, float scale, int threads) {
   const int G = H / K;
+  std::vector<int64_t> starts(R + 1);
   int longest = 0;
-  for (int r = 0; r < R; ++r) longest = seq_lens[r] > longest ? seq_lens[r] : longest;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && K > 1)
-  for (int head = 0; head < K; ++head) {
-    std::vector<float> p(longest + L), ds(longest + L);
-    std::vector<int64_t> at(longest);
-    for (int r = 0; r < R; ++r) {
-      const int n = cu_q[r + 1] - cu_q[r];
-      for (int j = 0; j < seq_lens[r]; ++j)
-        at[j] = ((int64_t(tables[int64_t(r) * table_stride + j / S]) * S + j % S) * K + head) * F;
-      for (int i = 0; i < n; ++i)
+  for (int r = 0; r < R; ++r) {
+    starts[r + 1] = starts[r] + seq_lens[r];
+    longest = seq_lens[r] > longest ? seq_lens[r] : longest;
+  }
+  const int span = (longest + L - 1) / L * L;
+  std::vector<float> sums(size_t(starts[R]) * K * F * 2);
+  auto place = [&](int r, int j, int head) {
+    return ((int64_t(tables[int64_t(r) * table_stride + j / S]) * S + j % S) * K + head) * F;
+  };
+  auto sum_of = [&](int r, int head) { return sums.data() + (starts[r] * K + int64_t(head) * seq_lens[r]) * F * 2; };
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> rows(size_t(span) * F * 2), lanes(rows.size());
+    std::vector<float> scratch(size_t(TILE) * span * 2), in(TILE * F * 2);
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < R * K; ++i) {
+      const int r = i / K, head = i % K, length = seq_lens[r], n = cu_q[r + 1] - cu_q[r];
+      float *ks = rows.data(), *vs = ks + size_t(span) * F, *kl = lanes.data(), *vl = kl + size_t(span) * F;
+      for (int j = 0; j < length; ++j) {
+        const int64_t at = place(r, j, head);
+        for (int f = 0; f < F; ++f) {
+          ks[j * F + f] = kl[int64_t(f) * span + j] = scalar(k[at + f]);
+          vs[j * F + f] = vl[int64_t(f) * span + j] = scalar(v[at + f]);
+        }
+      }
+      float* own = sum_of(r, head);
+      float *dv_own = own + int64_t(length) * F, *scores = scratch.data();
+      Gradient of{F, span, scale, ks, vs, kl, vl, own, dv_own, scores, scores + size_t(TILE) * span};
+      float *qs = in.data(), *ds = qs + TILE * F;
+      float* to[TILE];
+      int valid[TILE], count = 0;
+      for (int t = 0; t < n; ++t)
         for (int g = 0; g < G; ++g) {
-          const int64_t row = (int64_t(cu_q[r] + i) * H + head * G + g) * F;
-          attend_backward<T>(dq + row, dk, dv, dout + row, q + row, k, v, at.data(), seq_lens[r] - n + i + 1, F, scale,
-                             p.data(), ds.data());
+          const int64_t row = (int64_t(cu_q[r] + t) * H + head * G + g) * F;
+          for (int f = 0; f < F; f += L) {
+            store(qs + count * F + f, load(q + row + f));
+            store(ds + count * F + f, load(dout + row + f));
+          }
+          to[count] = dq + row;
+          valid[count++] = length - n + t + 1;
+          if (count == TILE || (t == n - 1 && g == G - 1)) {
+            of.tile(to, qs, ds, valid, count);
+            count = 0;
+          }
         }
     }
+#pragma omp for schedule(static, 1)
+    for (int head = 0; head < K; ++head)
+      for (int r = 0; r < R; ++r) {
+        const float* own = sum_of(r, head);
+        for (int j = 0; j < seq_lens[r]; ++j) {
+          const int64_t at = place(r, j, head);
+          for (int f = 0; f < F; f += L) {
+            store(dk + at + f, load(dk + at + f) + load(own + j * F + f));
+            store(dv + at + f, load(dv + at + f) + load(own + (int64_t(seq_lens[r]) + j) * F + f));
+          }
+        }
+      }
   }
 }
 

@@ -31,11 +31,12 @@ inline void rotate(T* out, const T* x, const float* cos, const float* sin, const
   }
 }
 
-// qkv [T, (H + 2K) F] -> q [T, H, F], k [T, K, F] (norms where given, then rope) and v [T, K, F]. F % 32 == 0, F <= 512.
-// cos, sin [positions, F / 2]. sign -1 and no norms: the gradient of the rotation (out and in change places outside).
+// qkv [T, (H + 2K) F] -> q [T, H, F], k [T, K, F] (norms where given, then rope) and v [T, K, F]; cos, sin
+// [positions, F / 2]; F % 32 == 0, F <= 512.
 template <typename T>
-__attribute__((noinline)) void split_rope(T* q, T* k, T* v, const T* qkv, const int64_t* positions, const float* cos, const float* sin,
-                const T* q_norm, const T* k_norm, int64_t rows, int H, int K, int F, float eps, int threads) {
+__attribute__((noinline)) void split_rope(T* q, T* k, T* v, const T* qkv, const int64_t* positions, const float* cos,
+                                          const float* sin, const T* q_norm, const T* k_norm, int64_t rows, int H,
+                                          int K, int F, float eps, int threads) {
   const int64_t width = int64_t(H + 2 * K) * F;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width >= GRAIN)
   for (int64_t r = 0; r < rows; ++r) {

@@ -1,5 +1,5 @@
-// From logits to a token: log-sum-exp, truncation by selection, one uniform per token, inverse transform in the order of
-// ids. A row is one thread's; its vocabulary is cut into slices whose sums are added in order.
+// From logits to a token: log-sum-exp, truncation by selection, one uniform per token, inverse transform in the order
+// of ids. A row is one thread's; its vocabulary is cut into slices whose sums are added in order.
 
 #include <algorithm>
 #include <functional>
