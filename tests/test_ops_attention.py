@@ -165,6 +165,19 @@ def test_case_104_prefill_decode_and_chunks_have_the_same_bits(attend, dtype: to
         assert torch.equal(torch.cat(parts), wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 32, 512])
+def test_long_contexts_are_right_and_have_the_same_bits_in_any_company(size: int, dtype: torch.dtype) -> None:
+    """The kernel sums in chunks of some blocks: contexts that end before, at and behind the border of one."""
+    whole = item(7, 800, 800, 6, 2, 32, dtype)
+    wanted = kernel([whole], size)[0]
+    assert (wanted.double() - dense(whole)).abs().max() < TOLERANCE[dtype]
+    for p in (0, 15, 16, 254, 255, 256, 257, 511, 512, 513, 767, 768, 799):
+        assert torch.equal(kernel([whole.part(p, p + 1)], size, p)[0], wanted[p : p + 1])
+    for start, end in ((250, 259), (500, 530), (3, 780)):
+        assert torch.equal(kernel([item(1, 1, 300, 6, 2, 32, dtype), whole.part(start, end)], size)[1], wanted[start:end])
+
+
 @TWINS
 def test_one_thread_and_two_give_the_same_bits(attend) -> None:
     for dtype in DTYPES:

@@ -70,29 +70,53 @@ inline void products(float* const* scores, const T* q, const T* const* k, int F,
     for (int i = 0; i < LANES; ++i) store(scores[r] + i * L, sum[r][i] * scale);
 }
 
-// All scores of ROWS queries over ``groups`` lane groups.
+// Scores of ROWS queries for the tokens of blocks [first, end) of their context.
 template <typename T, int ROWS>
-void score(float* const* scores, const T* q, const Shape<T>& at, int groups) {
+void score(float* const* scores, const T* q, const Shape<T>& at, int first, int end) {
   constexpr int P = Pair<T>::P, LANES = ROWS <= 3 ? 4 : ROWS <= 6 ? 2 : 1;
-  const int per_block = at.S / L;
+  const int per_block = at.S / L, groups = (end - first) * per_block;
   float* to[ROWS];
   for (int g = 0; g < groups;) {
     for (int r = 0; r < ROWS; ++r) to[r] = scores[r] + g * L;
     const T* k[LANES];
     const int n = groups - g < LANES ? 1 : LANES;
-    for (int i = 0; i < n; ++i) k[i] = at.key((g + i) / per_block) + (g + i) % per_block * L * P;
-    if (g + n < groups) prefetch(at.key((g + n) / per_block), size_t(at.F) * at.S * sizeof(T));
+    for (int i = 0; i < n; ++i) k[i] = at.key(first + (g + i) / per_block) + (g + i) % per_block * L * P;
+    if (g + n < groups) prefetch(at.key(first + (g + n) / per_block), size_t(at.F) * at.S * sizeof(T));
     if (n == LANES) products<T, ROWS, LANES>(to, q, k, at.F, at.S, at.scale);
     else products<T, ROWS, 1>(to, q, k, at.F, at.S, at.scale);
     g += n;
   }
 }
 
-// Scores in place into probabilities (not yet divided), those from ``valid`` on to zero; p gets them in T. The total.
+// exp of something <= 0 that will be rounded to T: for bf16 half the operations give all its bits, and more.
+template <typename T> inline vec exp_as(vec x) { return exp_neg(x); }
+#ifdef __AVX512F__
+template <> inline vec exp_as<bf16>(vec x) {
+  const vec low = splat(-87.0f);
+  __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ);
+  vec t = x * 1.44269504088896341f;
+  vec n = (vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  vec r = t - n;  // 2^r on [-1/2, 1/2], relative error 3e-6
+  vec p = splat(9.5605200e-3f);
+  p = p * r + 5.5917120e-2f;
+  p = p * r + 2.4024982e-1f;
+  p = p * r + 6.9312196e-1f;
+  p = p * r + 9.9999919e-1f;
+  return (vec)_mm512_maskz_scalef_ps(live, (__m512)p, (__m512)n);
+}
+#endif
+
+// A query row on its way through the context, chunk by chunk (Milakov and Gimelshein 2018): what was summed so far is
+// relative to the largest score so far.
+struct Row {
+  float max = -INFINITY, total = 0.0f, fade;  // fade: what the chunk at hand makes of the sums before it
+};
+
+// Scores of a chunk into probabilities (not yet divided), those from ``valid`` on zero; p gets them in T.
 template <typename T>
-float softmax(T* p, float* scores, int valid, int span) {
+void softmax(Row& row, T* p, float* scores, int valid, int span) {
   vec lane; for (int i = 0; i < L; ++i) lane[i] = float(i);
-  vec best = splat(-INFINITY);
+  vec best = splat(row.max);
   for (int i = 0; i < span; i += L) {
     vec x = load(scores + i);
     if (i + L > valid) {
@@ -101,17 +125,19 @@ float softmax(T* p, float* scores, int valid, int span) {
     }
     best = best > x ? best : x;
   }
-  const float peak = max_lanes(best);
+  const float max = max_lanes(best);
   vec sum = vec{};
   for (int i = 0; i < span; i += L) {
-    vec e = exp_neg(load(scores + i) - peak);
+    vec e = exp_as<T>(load(scores + i) - max);
     sum += e;
     store(p + i, e);
   }
-  return sum_lanes(sum);
+  row.fade = exp_neg(splat(row.max - max))[0];
+  row.total = row.total * row.fade + sum_lanes(sum);
+  row.max = max;
 }
 
-// out [ROWS][WIDTH * L] += p over tokens [from, to) of one block; ``from`` and ``to`` multiples of P.
+// sum [ROWS][WIDTH * L] += p over tokens [from, to) of one block; ``from`` and ``to`` multiples of P.
 template <typename T, int ROWS, int WIDTH>
 inline void weigh(vec (&sum)[ROWS][WIDTH], const T* const* p, const T* v, int F, int from, int to) {
   constexpr int P = Pair<T>::P;
@@ -122,68 +148,79 @@ inline void weigh(vec (&sum)[ROWS][WIDTH], const T* const* p, const T* v, int F,
     }
 }
 
+// Values of blocks [first, end) of the context, weighed by p [ROWS, stride], onto the rows' sums. Of the block at which
+// a row ends only the tokens before its ``valid`` are touched: a slot that was not written is never multiplied.
 template <typename T, int ROWS, int WIDTH>
-void combine(T* const* out, const T* p, const float* totals, const int* valid, const Shape<T>& at, int span, int f) {
+void combine(float* sums, const Row* rows, const T* p, int stride, const int* valid, const Shape<T>& at, int first,
+             int end, int f) {
   constexpr int P = Pair<T>::P;
-  vec sum[ROWS][WIDTH] = {};
-  const int last = span / at.S - 1;
-  const T* rows[ROWS];
-  for (int b = 0; b < last; ++b) {
-    if (f == 0) prefetch(at.value(b + 1), size_t(at.F) * at.S * sizeof(T));
-    for (int r = 0; r < ROWS; ++r) rows[r] = p + r * span + b * at.S;
-    weigh<T, ROWS, WIDTH>(sum, rows, at.value(b) + f * P, at.F, 0, at.S);
+  const int whole = valid[0] / at.S < end ? valid[0] / at.S : end;  // blocks that all rows see to their end
+  vec sum[ROWS][WIDTH];
+  const T* from[ROWS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int w = 0; w < WIDTH; ++w) sum[r][w] = load(sums + r * at.F + f + w * L) * rows[r].fade;
+  for (int b = first; b < whole; ++b) {
+    if (f == 0 && b + 1 < end) prefetch(at.value(b + 1), size_t(at.F) * at.S * sizeof(T));
+    for (int r = 0; r < ROWS; ++r) from[r] = p + r * stride + (b - first) * at.S;
+    weigh<T, ROWS, WIDTH>(sum, from, at.value(b) + f * P, at.F, 0, at.S);
   }
-  for (int r = 0; r < ROWS; ++r) {  // the last block row by row: a slot that was not written is never multiplied
-    const int n = valid[r] - last * at.S;
-    const T* own[1] = {p + r * span + last * at.S};
-    vec part[1][WIDTH];
-    for (int w = 0; w < WIDTH; ++w) part[0][w] = sum[r][w];
-    weigh<T, 1, WIDTH>(part, own, at.value(last) + f * P, at.F, 0, n / P * P);
-    if (n % P) {
-      T row[WIDTH * L * P];
-      std::memcpy(row, at.value(last) + f * P + (n - 1) * at.F, sizeof row);
-      for (int i = 1; i < WIDTH * L * P; i += P) row[i] = T{};
-      for (int w = 0; w < WIDTH; ++w) Pair<T>::add(part[0][w], Pair<T>::get(row + w * L * P), own[0] + n - 1);
+  for (int r = 0; r < ROWS; ++r) {
+    for (int b = whole; b < end; ++b) {
+      const int n = valid[r] - b * at.S < at.S ? valid[r] - b * at.S : at.S;
+      const T* own[1] = {p + r * stride + (b - first) * at.S};
+      vec part[1][WIDTH];
+      for (int w = 0; w < WIDTH; ++w) part[0][w] = sum[r][w];
+      weigh<T, 1, WIDTH>(part, own, at.value(b) + f * P, at.F, 0, n / P * P);
+      if (n % P) {
+        T row[WIDTH * L * P];
+        std::memcpy(row, at.value(b) + f * P + (n - 1) * at.F, sizeof row);
+        for (int i = 1; i < WIDTH * L * P; i += P) row[i] = T{};
+        for (int w = 0; w < WIDTH; ++w) Pair<T>::add(part[0][w], Pair<T>::get(row + w * L * P), own[0] + n - 1);
+      }
+      for (int w = 0; w < WIDTH; ++w) sum[r][w] = part[0][w];
     }
-    for (int w = 0; w < WIDTH; ++w) store(out[r] + f + w * L, part[0][w] / totals[r]);
+    for (int w = 0; w < WIDTH; ++w) store(sums + r * at.F + f + w * L, sum[r][w]);
   }
-}
-
-// ROWS queries of one kv head whose tokens lie in the same block. Scratch: scores and p of ROWS * span.
-template <typename T, int ROWS>
-void attend(T* const* out, const T* q, const int* valid, const Shape<T>& at, float* scores, T* p) {
-  const int blocks = (valid[0] + at.S - 1) / at.S, span = blocks * at.S;
-  float* rows[ROWS];
-  float totals[ROWS];
-  for (int r = 0; r < ROWS; ++r) rows[r] = scores + r * span;
-  score<T, ROWS>(rows, q, at, span / L);
-  prefetch(at.value(0), size_t(at.F) * at.S * sizeof(T));
-  for (int r = 0; r < ROWS; ++r) totals[r] = softmax(p + r * span, rows[r], valid[r], span);
-  constexpr int HALF = ROWS > 6 ? ROWS / 2 : ROWS;
-  int f = 0;
-  for (; f + 4 * L <= at.F; f += 4 * L)
-    for (int r = 0; r < ROWS; r += HALF)
-      combine<T, HALF, 4>(out + r, p + r * span, totals + r, valid + r, at, span, f);
-  for (; f < at.F; f += L)
-    for (int r = 0; r < ROWS; r += HALF)
-      combine<T, HALF, 1>(out + r, p + r * span, totals + r, valid + r, at, span, f);
 }
 
 constexpr int MAX_ROWS = 12;
+constexpr int CHUNK = 256;  // tokens whose keys, scores and values stay in the caches near the core
+
+// Blocks [first, end) of the context for ROWS queries of one kv head whose tokens lie in the same block.
+// Scratch: scores and p of MAX_ROWS * span each, span = (end - first) * S.
+template <typename T, int ROWS>
+void attend(float* sums, Row* rows, const T* q, const int* valid, const Shape<T>& at, int first, int end, float* scores,
+            T* p) {
+  const int span = (end - first) * at.S;
+  float* to[ROWS];
+  for (int r = 0; r < ROWS; ++r) to[r] = scores + r * span;
+  score<T, ROWS>(to, q, at, first, end);
+  prefetch(at.value(first), size_t(at.F) * at.S * sizeof(T));
+  for (int r = 0; r < ROWS; ++r) softmax(rows[r], p + r * span, to[r], valid[r] - first * at.S, span);
+  constexpr int HALF = ROWS > 6 ? ROWS / 2 : ROWS;
+  for (int r = 0; r < ROWS; r += HALF) {
+    int f = 0;
+    for (; f + 4 * L <= at.F; f += 4 * L)
+      combine<T, HALF, 4>(sums + r * at.F, rows + r, p + r * span, span, valid + r, at, first, end, f);
+    for (; f < at.F; f += L)
+      combine<T, HALF, 1>(sums + r * at.F, rows + r, p + r * span, span, valid + r, at, first, end, f);
+  }
+}
 
 template <typename T>
-void attend_rows(int n, T* const* out, const T* q, const int* valid, const Shape<T>& at, float* scores, T* p) {
+void attend_rows(int n, float* sums, Row* rows, const T* q, const int* valid, const Shape<T>& at, int first, int end,
+                 float* scores, T* p) {
   while (n > 0) {
-    int taken = n >= 12 ? 12 : n >= 6 ? 6 : n >= 4 ? 4 : n;
+    const int taken = n >= 12 ? 12 : n >= 6 ? 6 : n >= 4 ? 4 : n;
     switch (taken) {
-      case 12: attend<T, 12>(out, q, valid, at, scores, p); break;
-      case 6: attend<T, 6>(out, q, valid, at, scores, p); break;
-      case 4: attend<T, 4>(out, q, valid, at, scores, p); break;
-      case 3: attend<T, 3>(out, q, valid, at, scores, p); break;
-      case 2: attend<T, 2>(out, q, valid, at, scores, p); break;
-      default: attend<T, 1>(out, q, valid, at, scores, p);
+      case 12: attend<T, 12>(sums, rows, q, valid, at, first, end, scores, p); break;
+      case 6: attend<T, 6>(sums, rows, q, valid, at, first, end, scores, p); break;
+      case 4: attend<T, 4>(sums, rows, q, valid, at, first, end, scores, p); break;
+      case 3: attend<T, 3>(sums, rows, q, valid, at, first, end, scores, p); break;
+      case 2: attend<T, 2>(sums, rows, q, valid, at, first, end, scores, p); break;
+      default: attend<T, 1>(sums, rows, q, valid, at, first, end, scores, p);
     }
-    out += taken; q += taken * at.F; valid += taken; n -= taken;
+    sums += taken * at.F; rows += taken; q += taken * at.F; valid += taken; n -= taken;
   }
 }
 
@@ -194,42 +231,44 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
   const int G = H / K;
   struct Job { int32_t request, token, position, count; };  // count tokens of one request, all in one block
   std::vector<Job> jobs;
-  int longest = 0;
-  const int tokens_at_once = MAX_ROWS / G > 1 ? MAX_ROWS / G : 1;
+  int most = 0;
   for (int r = 0; r < R; ++r) {
     const int n = cu_q[r + 1] - cu_q[r], first = seq_lens[r] - n;
     for (int i = 0; i < n;) {
       int count = S - (first + i) % S;
       count = count < n - i ? count : n - i;
-      count = count < tokens_at_once ? count : tokens_at_once;
       jobs.push_back({r, cu_q[r] + i, first + i, count});
+      most = count > most ? count : most;
       i += count;
     }
-    if (n && seq_lens[r] > longest) longest = seq_lens[r];
   }
   const int64_t count = int64_t(jobs.size()) * K;
-  const int64_t span = int64_t(longest + S - 1) / S * S;
+  const int chunk = S < CHUNK ? CHUNK / S : 1;  // blocks; fixed, so a row's sums begin and end at the same positions
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
   {
-    const int most = tokens_at_once * G;
-    std::vector<float> scores(size_t(MAX_ROWS) * span);
-    std::vector<T> p(size_t(MAX_ROWS) * span), queries(size_t(most) * F);
-    std::vector<T*> outs(most);
-    std::vector<int> valid(most);
+    const size_t rows = size_t(most) * G, scratch = size_t(MAX_ROWS) * chunk * S;
+    std::vector<float> scores(scratch), sums(rows * F);
+    std::vector<T> p(scratch), queries(rows * F);
+    std::vector<Row> states(rows);
+    std::vector<int> valid(rows);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t i = 0; i < count; ++i) {
       const Job& job = jobs[i / K];
-      const int head = int(i % K);
-      int n = 0;
-      for (int t = 0; t < job.count; ++t)
-        for (int g = 0; g < G; ++g, ++n) {
-          const int64_t row = (int64_t(job.token + t) * H + head * G + g) * F;
-          std::memcpy(&queries[size_t(n) * F], q + row, F * sizeof(T));
-          outs[n] = out + row;
-          valid[n] = job.position + t + 1;
-        }
+      const int head = int(i % K), n = job.count * G;
+      auto place = [&](int r) { return (int64_t(job.token + r / G) * H + head * G + r % G) * F; };
+      for (int r = 0; r < n; ++r) {
+        std::memcpy(&queries[size_t(r) * F], q + place(r), F * sizeof(T));
+        valid[r] = job.position + r / G + 1;
+        states[r] = Row();
+      }
+      std::memset(sums.data(), 0, size_t(n) * F * sizeof(float));
       const Shape<T> at{k, v, tables + int64_t(job.request) * table_stride, K, head, F, S, scale};
-      attend_rows<T>(n, outs.data(), queries.data(), valid.data(), at, scores.data(), p.data());
+      const int blocks = job.position / S + 1;
+      for (int b = 0; b < blocks; b += chunk)
+        attend_rows<T>(n, sums.data(), states.data(), queries.data(), valid.data(), at, b,
+                       b + chunk < blocks ? b + chunk : blocks, scores.data(), p.data());
+      for (int r = 0; r < n; ++r)
+        for (int f = 0; f < F; f += L) store(out + place(r) + f, load(&sums[size_t(r) * F + f]) / states[r].total);
     }
   }
 }

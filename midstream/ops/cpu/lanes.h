@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
