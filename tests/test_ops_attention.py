@@ -175,7 +175,8 @@ def test_long_contexts_are_right_and_have_the_same_bits_in_any_company(size: int
     for p in (0, 15, 16, 254, 255, 256, 257, 511, 512, 513, 767, 768, 799):
         assert torch.equal(kernel([whole.part(p, p + 1)], size, p)[0], wanted[p : p + 1])
     for start, end in ((250, 259), (500, 530), (3, 780)):
-        assert torch.equal(kernel([item(1, 1, 300, 6, 2, 32, dtype), whole.part(start, end)], size)[1], wanted[start:end])
+        mate = item(1, 1, 300, 6, 2, 32, dtype)
+        assert torch.equal(kernel([mate, whole.part(start, end)], size)[1], wanted[start:end])
 
 
 @TWINS
