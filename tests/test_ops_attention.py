@@ -172,7 +172,7 @@ def test_long_contexts_are_right_and_have_the_same_bits_in_any_company(size: int
     whole = item(7, 800, 800, 6, 2, 32, dtype)
     wanted = kernel([whole], size)[0]
     assert (wanted.double() - dense(whole)).abs().max() < TOLERANCE[dtype]
-    for p in (0, 15, 16, 254, 255, 256, 257, 511, 512, 513, 767, 768, 799):
+    for p in (0, 15, 16, 255, 256, 257, 510, 511, 512, 513, 767, 799):
         assert torch.equal(kernel([whole.part(p, p + 1)], size, p)[0], wanted[p : p + 1])
     for start, end in ((250, 259), (500, 530), (3, 780)):
         mate = item(1, 1, 300, 6, 2, 32, dtype)

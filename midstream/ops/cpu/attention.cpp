@@ -19,25 +19,27 @@ template <> struct Pair<float> {
   static constexpr int P = 1;
   typedef vec wide;  // L lanes of P neighbours
   static wide get(const float* p) { return load(p); }
-  static void add(vec& sum, wide a, const float* b) { sum += a * *b; }
+  static wide spread(const float* p) { return splat(*p); }  // the same P neighbours in every lane
+  static void add(vec& sum, wide a, wide b) { sum += a * b; }
 };
 template <> struct Pair<bf16> {
   static constexpr int P = 2;
 #ifdef __AVX512BF16__
   typedef __m512i wide;
   static wide get(const bf16* p) { return _mm512_loadu_si512(p); }
-  static void add(vec& sum, wide a, const bf16* b) {  // sum += a[2i] b[0] + a[2i + 1] b[1]
-    int32_t both; std::memcpy(&both, b, 4);
-    sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(both));
+  static wide spread(const bf16* p) { int32_t both; std::memcpy(&both, p, 4); return _mm512_set1_epi32(both); }
+  static void add(vec& sum, wide a, wide b) {  // sum[i] += a[2i] b[2i] + a[2i + 1] b[2i + 1]
+    sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
 #else
   typedef uvec wide;
   static wide get(const bf16* p) { wide w; std::memcpy(&w, p, sizeof w); return w; }
-  static void add(vec& sum, wide a, const bf16* b) {
-    uvec low = a << 16, high = a & 0xffff0000u;
-    vec x, y; std::memcpy(&x, &low, sizeof x); std::memcpy(&y, &high, sizeof y);
-    sum += x * scalar(b[0]);
-    sum += y * scalar(b[1]);
+  static wide spread(const bf16* p) { uint32_t both; std::memcpy(&both, p, 4); return both - wide{}; }
+  static vec low(wide a) { a <<= 16; vec v; std::memcpy(&v, &a, sizeof v); return v; }
+  static vec high(wide a) { a &= 0xffff0000u; vec v; std::memcpy(&v, &a, sizeof v); return v; }
+  static void add(vec& sum, wide a, wide b) {
+    sum += low(a) * low(b);
+    sum += high(a) * high(b);
   }
 #endif
 };
@@ -61,11 +63,14 @@ template <typename T, int ROWS, int LANES>
 inline void products(float* const* scores, const T* q, const T* const* k, int F, int S, float scale) {
   constexpr int P = Pair<T>::P;
   vec sum[ROWS][LANES] = {};
-  for (int f = 0; f < F; f += P)
-    for (int i = 0; i < LANES; ++i) {
-      auto wide = Pair<T>::get(k[i] + f * S);
-      for (int r = 0; r < ROWS; ++r) Pair<T>::add(sum[r][i], wide, q + r * F + f);
+  for (int f = 0; f < F; f += P) {
+    typename Pair<T>::wide keys[LANES];
+    for (int i = 0; i < LANES; ++i) keys[i] = Pair<T>::get(k[i] + f * S);
+    for (int r = 0; r < ROWS; ++r) {
+      auto query = Pair<T>::spread(q + r * F + f);
+      for (int i = 0; i < LANES; ++i) Pair<T>::add(sum[r][i], keys[i], query);
     }
+  }
   for (int r = 0; r < ROWS; ++r)
     for (int i = 0; i < LANES; ++i) store(scores[r] + i * L, sum[r][i] * scale);
 }
@@ -73,7 +78,7 @@ inline void products(float* const* scores, const T* q, const T* const* k, int F,
 // Scores of ROWS queries for the tokens of blocks [first, end) of their context.
 template <typename T, int ROWS>
 void score(float* const* scores, const T* q, const Shape<T>& at, int first, int end) {
-  constexpr int P = Pair<T>::P, LANES = ROWS <= 3 ? 4 : ROWS <= 6 ? 2 : 1;
+  constexpr int P = Pair<T>::P, LANES = ROWS > 6 ? 2 : 4;
   const int per_block = at.S / L, groups = (end - first) * per_block;
   float* to[ROWS];
   for (int g = 0; g < groups;) {
@@ -141,11 +146,14 @@ void softmax(Row& row, T* p, float* scores, int valid, int span) {
 template <typename T, int ROWS, int WIDTH>
 inline void weigh(vec (&sum)[ROWS][WIDTH], const T* const* p, const T* v, int F, int from, int to) {
   constexpr int P = Pair<T>::P;
-  for (int t = from; t < to; t += P)
-    for (int w = 0; w < WIDTH; ++w) {
-      auto wide = Pair<T>::get(v + t * F + w * L * P);
-      for (int r = 0; r < ROWS; ++r) Pair<T>::add(sum[r][w], wide, p[r] + t);
+  for (int t = from; t < to; t += P) {
+    typename Pair<T>::wide values[WIDTH];
+    for (int w = 0; w < WIDTH; ++w) values[w] = Pair<T>::get(v + t * F + w * L * P);
+    for (int r = 0; r < ROWS; ++r) {
+      auto weight = Pair<T>::spread(p[r] + t);
+      for (int w = 0; w < WIDTH; ++w) Pair<T>::add(sum[r][w], values[w], weight);
     }
+  }
 }
 
 // Values of blocks [first, end) of the context, weighed by p [ROWS, stride], onto the rows' sums. Of the block at which
@@ -175,7 +183,7 @@ void combine(float* sums, const Row* rows, const T* p, int stride, const int* va
         T row[WIDTH * L * P];
         std::memcpy(row, at.value(b) + f * P + (n - 1) * at.F, sizeof row);
         for (int i = 1; i < WIDTH * L * P; i += P) row[i] = T{};
-        for (int w = 0; w < WIDTH; ++w) Pair<T>::add(part[0][w], Pair<T>::get(row + w * L * P), own[0] + n - 1);
+        for (int w = 0; w < WIDTH; ++w) Pair<T>::add(part[0][w], Pair<T>::get(row + w * L * P), Pair<T>::spread(own[0] + n - 1));
       }
       for (int w = 0; w < WIDTH; ++w) sum[r][w] = part[0][w];
     }
@@ -184,7 +192,7 @@ void combine(float* sums, const Row* rows, const T* p, int stride, const int* va
 }
 
 constexpr int MAX_ROWS = 12;
-constexpr int CHUNK = 256;  // tokens whose keys, scores and values stay in the caches near the core
+constexpr int CHUNK = 512;  // tokens whose keys, scores and values stay in the caches near the core
 
 // Blocks [first, end) of the context for ROWS queries of one kv head whose tokens lie in the same block.
 // Scratch: scores and p of MAX_ROWS * span each, span = (end - first) * S.
