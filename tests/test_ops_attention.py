@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -200,6 +202,22 @@ def test_case_072_whatever_an_unwritten_slot_holds_cannot_reach_the_result(atten
     for filler in (torch.inf, -torch.inf, 3e38):
         monkeypatch.setattr(torch, "full", lambda shape, _, f=filler, **kw: full(shape, f, **kw))
         assert torch.equal(torch.cat(attend(items, 16)), poisoned)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an older machine of this kind")
+def test_a_machine_without_the_newest_instructions_computes_the_same_function(monkeypatch) -> None:
+    """The plain path of the kernels, built for any x86-64 with AVX2: other bits, the same numbers."""
+    if attention.cpu.library() is None:
+        pytest.skip("the kernels are switched off, or there is no compiler")
+    items = [item(seed, q, c, 6, 2, 64, torch.bfloat16) for seed, (q, c) in enumerate([(1, 1), (9, 61), (1, 600)])]
+    here = kernel(items, 16)
+    attention.cpu._function.cache_clear()
+    older = ctypes.CDLL(str(attention.cpu._build("x86-64-v3")))
+    monkeypatch.setattr(attention.cpu, "library", lambda: older)
+    for one, found, wanted in zip(items, kernel(items, 16), here, strict=True):
+        assert (found.float() - wanted.float()).abs().max() < 2e-2
+        assert (found.double() - dense(one)).abs().max() < TOLERANCE[torch.bfloat16]
+    attention.cpu._function.cache_clear()
 
 
 def test_extreme_scores_stay_finite_and_right() -> None:

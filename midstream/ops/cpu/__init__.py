@@ -58,11 +58,12 @@ def _cpu_identity() -> str:
     return platform.processor()
 
 
-def _build() -> pathlib.Path:
+def _build(machine: str = "native") -> pathlib.Path:
+    """The library for ``machine`` (the compiler's -march), made unless it stands in the cache."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) found")
-    flags = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
+    flags = ["-O3", f"-march={machine}", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
     sources = sorted(_HERE.glob("*.cpp"))
     content = b"".join(path.read_bytes() for path in (*sources, *sorted(_HERE.glob("*.h"))))
     key = hashlib.sha256(content + " ".join([compiler, *flags, _cpu_identity()]).encode()).hexdigest()[:20]

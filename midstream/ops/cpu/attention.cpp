@@ -183,7 +183,8 @@ void combine(float* sums, const Row* rows, const T* p, int stride, const int* va
         T row[WIDTH * L * P];
         std::memcpy(row, at.value(b) + f * P + (n - 1) * at.F, sizeof row);
         for (int i = 1; i < WIDTH * L * P; i += P) row[i] = T{};
-        for (int w = 0; w < WIDTH; ++w) Pair<T>::add(part[0][w], Pair<T>::get(row + w * L * P), Pair<T>::spread(own[0] + n - 1));
+        const auto weight = Pair<T>::spread(own[0] + n - 1);
+        for (int w = 0; w < WIDTH; ++w) Pair<T>::add(part[0][w], Pair<T>::get(row + w * L * P), weight);
       }
       for (int w = 0; w < WIDTH; ++w) sum[r][w] = part[0][w];
     }
