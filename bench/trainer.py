@@ -3,8 +3,8 @@
     python -m bench.trainer --model DIR
 
 Both hold fp32 masters, compute in bf16 and step AdamW on the policy gradient of the same completions. The peer does
-what plain trainers do: whole sequences, padded to the longest of each micro-batch, autocast. One JSON line: tokens_per_s
-(completion tokens), peer_tokens_per_s, ratio, and the largest difference of the logprobs.
+what plain trainers do: whole sequences, padded to the longest of each micro-batch, autocast. One JSON line:
+tokens_per_s (completion tokens), peer_tokens_per_s, ratio, and the largest difference of the logprobs.
 """
 
 from __future__ import annotations
