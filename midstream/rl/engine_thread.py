@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -52,13 +52,15 @@ class EngineThread:
         """Cancel what still runs and end the thread, within some seconds. Calling it again does nothing."""
         if not self._thread.is_alive():
             return
-        self.run(_cancel_all(), CLOSE_S, "closing the engine thread")
+        self.run(cancel(), CLOSE_S, "closing the engine thread")
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(CLOSE_S)
 
 
-async def _cancel_all() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+async def cancel(tasks: Collection[asyncio.Task[Any]] | None = None) -> None:
+    """End ``tasks`` (by default all others) of this loop, within some seconds. A cancelled ``generate_one`` aborts its
+    request in the engine."""
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] if tasks is None else tasks
     for task in tasks:
         task.cancel()
     if tasks:
