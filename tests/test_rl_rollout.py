@@ -10,7 +10,6 @@ import pytest
 
 from fakes_rl import FakeEngineClient, LetterTokenizer, SuccessorTask
 from midstream.errors import Conflict, EngineDead, MidstreamError, TimedOut
-from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Completion, Problem
 from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
@@ -41,14 +40,12 @@ def engine() -> Iterator[EngineThread]:
 
 def sampler(client: FakeEngineClient, task: SuccessorTask | None = None, **values: Any) -> Sampler:
     client.version = WeightVersion(1, "0")
-    values = {"groups_per_step": 2, "samples_per_group": 3, "seed": 5, **values}
+    values = {"groups_per_step": 2, "samples_per_group": 3, "max_staleness": 0, "seed": 5, **values}
     return Sampler(client, task or MixedReward(), config(**values))  # type: ignore[arg-type]
 
 
-def source(kind: str, rollouts: Sampler, engine: EngineThread, staleness: int = 0) -> GroupSource:
-    if kind == "sync":
-        return SyncRollouts(rollouts, engine)
-    return RolloutWorker(rollouts, engine, RolloutBuffer(2, staleness))
+def source(kind: str, rollouts: Sampler, engine: EngineThread) -> GroupSource:
+    return (SyncRollouts if kind == "sync" else RolloutWorker)(rollouts, engine)
 
 
 def test_a_group_is_one_request_with_its_own_seed(engine: EngineThread) -> None:
@@ -165,7 +162,7 @@ def test_closing_ends_what_is_in_flight(engine: EngineThread) -> None:
             await held.wait()
 
     client.hold = hold
-    worker = RolloutWorker(sampler(client), engine, RolloutBuffer(2, 1))
+    worker = RolloutWorker(sampler(client, max_staleness=1), engine)
     worker.start()
     with pytest.raises(TimedOut, match="3 in flight .lowest 0."):
         worker.take(0.2)

@@ -74,7 +74,7 @@ def test_waiting_has_a_time_limit() -> None:
     gate = Gate()
     sync = WeightSync(gate, timeout_s=0.01)  # type: ignore[arg-type]
     sync.push(1)
-    with pytest.raises(TimedOut, match="not committed within 0.01 s"):
+    with pytest.raises(TimedOut, match="the weight update did not end within 0.01 s"):
         sync.wait()
     gate.go.set()
     sync.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from midstream.rl.types import MicroBatch, Rollout, RolloutGroup
+from midstream.rl.types import MicroBatch, RolloutGroup
 
 EPSILON = 1e-6
 """Keeps the scale finite when all rewards are equal; the advantages are then exactly 0."""
@@ -51,21 +51,14 @@ def build_batch(groups: Sequence[RolloutGroup], max_micro_batch_tokens: int) -> 
     the groups.
     """
     micro_batches: list[MicroBatch] = []
-    rollouts: list[Rollout] = []
-    advantages: list[float] = []
-    size, last_group = 0, -1
+    size = 0
     for group in groups:
-        for rollout, advantage in zip(group.rollouts, group_advantages(group.rewards), strict=True):
+        for k, (rollout, advantage) in enumerate(zip(group.rollouts, group_advantages(group.rewards), strict=True)):
             prompt, output = len(rollout.prompt_token_ids), len(rollout.output_token_ids)
-            cost = output + (prompt if rollout.group != last_group else 0)
-            if rollouts and size + cost > max_micro_batch_tokens:
-                micro_batches.append(MicroBatch(rollouts, advantages))
-                rollouts, advantages, size = [], [], 0
-                cost = output + prompt
-            rollouts.append(rollout)
-            advantages.append(advantage)
-            size += cost
-            last_group = rollout.group
-    if rollouts:
-        micro_batches.append(MicroBatch(rollouts, advantages))
+            size += output if k else prompt + output
+            if not micro_batches or size > max_micro_batch_tokens:
+                micro_batches.append(MicroBatch([], []))
+                size = prompt + output
+            micro_batches[-1].rollouts.append(rollout)
+            micro_batches[-1].advantages.append(advantage)
     return micro_batches

@@ -135,6 +135,7 @@ def describe_groups(taken: TakenGroups) -> dict[str, Any]:
         "groups": len(taken.groups),
         "groups_useless": len(taken.useless),
         "rollouts": len(sampled),
+        "rollouts_spanning": sum(r.spans_versions for r in sampled),
         "tokens": sum(lengths),
         "output_tokens_mean": fmean(lengths),
         "output_tokens_max": max(lengths),

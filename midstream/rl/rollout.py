@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 
-from midstream.errors import TimedOut
+from midstream.errors import Conflict, TimedOut
 from midstream.rl.advantage import is_useless
 from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.engine_thread import CLOSE_S, EngineThread, cancel
@@ -30,9 +30,11 @@ _log = logging.getLogger(__name__)
 class GroupSource:
     """Where the trainer's steps get their groups. All public methods are called from outside the engine thread."""
 
-    def __init__(self, sampler: Sampler, engine: EngineThread) -> None:
+    def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
+        """``next_group`` and ``next_step``: where a resumed run goes on."""
         self._sampler = sampler
         self._engine = engine
+        self._next_group, self._next_step = next_group, next_step
         self._num_useless = 0
 
     def start(self) -> None:
@@ -68,17 +70,17 @@ class GroupSource:
 class RolloutWorker(GroupSource):
     """The asynchronous source. See the module docstring; the rules are the buffer's."""
 
-    def __init__(self, sampler: Sampler, engine: EngineThread, buffer: RolloutBuffer) -> None:
-        super().__init__(sampler, engine)
-        self._buffer = buffer
-        self._changed = threading.Condition()  # guards the buffer, the error and the flag
+    def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
+        super().__init__(sampler, engine, next_group, next_step)
+        config = sampler.config
+        self._buffer = RolloutBuffer(
+            config.groups_per_step, config.max_staleness, config.dynamic_sampling, next_group, next_step, config.steps
+        )
+        self._changed = threading.Condition()  # guards the buffer and the error
         self._error: BaseException | None = None
-        self._running = False
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the engine thread only
 
     def start(self) -> None:
-        with self._changed:
-            self._running = True
         self._engine.loop.call_soon_threadsafe(self._pump)
 
     def take(self, timeout_s: float) -> TakenGroups:
@@ -107,8 +109,7 @@ class RolloutWorker(GroupSource):
             self._changed.notify_all()
 
     def close(self) -> list[RolloutGroup]:
-        with self._changed:
-            self._running = False
+        self.fail(Conflict("the rollouts are closed"))
         self._engine.run(self._cancel(), CLOSE_S, "closing the rollout worker")
         with self._changed:
             return self._buffer.leftovers()
@@ -117,7 +118,7 @@ class RolloutWorker(GroupSource):
 
     def _pump(self) -> None:
         with self._changed:
-            if not self._running or self._error is not None:
+            if self._error is not None:
                 return
             launched = []
             while self._buffer.can_launch:
@@ -147,11 +148,6 @@ class RolloutWorker(GroupSource):
 class SyncRollouts(GroupSource):
     """The synchronous source: generation happens inside ``take``, and nothing is in flight outside of it. Before it
     takes again the caller waits until the engine holds the weights of the step before."""
-
-    def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
-        super().__init__(sampler, engine)
-        self._next_group = next_group
-        self._next_step = next_step
 
     def take(self, timeout_s: float) -> TakenGroups:
         deadline = time.monotonic() + timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -136,11 +137,8 @@ class Sampler:
         attempt = 0
         while True:
             name = request_id if attempt == 0 else f"{request_id}-retry-{attempt}"
-            try:
+            with contextlib.suppress(EnginePaused):
                 output = await self.client.generate_one(prompt_token_ids, params, request_id=name)
-            except EnginePaused:
-                pass
-            else:
                 outputs = sorted(output.outputs, key=lambda o: o.index)
                 bad = [o.finish_reason for o in outputs if o.finish_reason not in ("stop", "length", "abort")]
                 if bad or len(outputs) != params.n:

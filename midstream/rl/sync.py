@@ -8,13 +8,13 @@ while it is sent, no copy of the model is needed for that, and no two updates ov
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from midstream.errors import Conflict, TimedOut
-from midstream.rl.engine_thread import EngineThread
+from midstream.errors import Conflict
+from midstream.rl.engine_thread import EngineThread, result_within
 from midstream.weights.base import TrainerWeightTransferEngine, WeightTransferClient, trainer_engines
 from midstream.weights.source import WeightSource
 
@@ -37,18 +37,12 @@ class SyncClient:
 
 
 def open_transfer(
-    backend: str,
-    client: EngineClient,
-    engine: EngineThread,
-    source: WeightSource,
-    *,
-    timeout_s: float,
-    init_info: Mapping[str, Any] | None = None,
+    backend: str, client: EngineClient, engine: EngineThread, source: WeightSource, *, timeout_s: float
 ) -> TrainerWeightTransferEngine:
     """The trainer half of a registered backend (or "module:Class"), its channel to the engine open."""
     cls = trainer_engines.lookup(backend)
     blocking = cast(WeightTransferClient, SyncClient(client, engine, timeout_s))
-    return cls.trainer_init(dict(init_info or {}), client=blocking, source=source)
+    return cls.trainer_init({}, client=blocking, source=source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,37 +86,27 @@ class WeightSync:
     ) -> None:
         """Start sending; returns at once. ``on_commit`` runs when the engine holds the weights, which are still at
         rest, ``on_error`` if it never will (``wait`` raises the error too). Both run on the update's thread."""
+
+        def send() -> None:
+            try:
+                t0 = time.monotonic()
+                reply = self._transfer.send_weights(weight_version=str(policy_version))
+                said = {name: reply[name] for name in UpdateRecord.__dataclass_fields__ if name in reply}
+                on_commit(UpdateRecord(policy_version=policy_version, t0=t0, t1=time.monotonic(), **said))
+            except BaseException as error:
+                on_error(error)
+                raise
+
         if self._pending is not None:
             raise Conflict("the update before this one was not waited for; call wait() before changing weights")
-        self._pending = self._executor.submit(self._send, policy_version, on_commit, on_error)
-
-    def _send(
-        self,
-        policy_version: int,
-        on_commit: Callable[[UpdateRecord], None],
-        on_error: Callable[[BaseException], None],
-    ) -> None:
-        try:
-            t0 = time.monotonic()
-            reply = self._transfer.send_weights(weight_version=str(policy_version))
-            said = {name: reply[name] for name in UpdateRecord.__dataclass_fields__ if name in reply}
-            on_commit(UpdateRecord(policy_version=policy_version, t0=t0, t1=time.monotonic(), **said))
-        except BaseException as error:
-            on_error(error)
-            raise
+        self._pending = self._executor.submit(send)
 
     def wait(self) -> None:
         """Wait until the last push is committed, if there is one. Weights may change after this. Raises what made the
         update fail, or ``TimedOut``."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            pending.result(self._timeout_s)
-        except TimeoutError as error:
-            if pending.done():  # the error is the update's own
-                raise
-            raise TimedOut(f"the weight update was not committed within {self._timeout_s:g} s") from error
+        if pending is not None:
+            result_within(self._timeout_s, pending, "the weight update")
 
     def close(self) -> None:
         """Let a running update end (its verbs have time limits of their own) without waiting for it."""

@@ -37,7 +37,6 @@ from torch import Tensor
 from midstream.errors import InvalidInput
 from midstream.rl import report
 from midstream.rl.advantage import build_batch
-from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.config import TrainConfig
 from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Task, heldout_problems
@@ -47,7 +46,7 @@ from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
 from midstream.rl.run_directory import RunDirectory
 from midstream.rl.sampler import Sampler
 from midstream.rl.sync import UpdateRecord, WeightSync
-from midstream.rl.types import MicroBatch, TakenGroups
+from midstream.rl.types import MicroBatch
 from midstream.weights.base import TrainerWeightTransferEngine
 from midstream.weights.manifest import digest, weights_id
 
@@ -97,7 +96,7 @@ class AsyncTrainer:
         """Optimizer steps taken: the policy's version."""
         self._next_group = 0
         self._updates: list[UpdateRecord] = []
-        self._summary: dict[str, Any] = {"requests": 0, "requests_spanning_versions": 0}
+        self._summary: dict[str, Any] = {}
         if resume is not None:
             self._load(Path(resume))
         if self.step >= config.steps:
@@ -105,21 +104,8 @@ class AsyncTrainer:
         self._files = RunDirectory(run_directory)
         self._files.write_json("config.json", asdict(config) | {"resumed_from": str(resume) if resume else None})
         self._sync = WeightSync(transfer, timeout_s=4 * config.update_timeout_s)
-        self._source = self._make_source()
-
-    def _make_source(self) -> GroupSource:
-        config = self.config
-        if config.sync:
-            return SyncRollouts(self._sampler, self._engine, self._next_group, self.step)
-        buffer = RolloutBuffer(
-            config.groups_per_step,
-            config.max_staleness,
-            config.dynamic_sampling,
-            next_group=self._next_group,
-            next_step=self.step,
-            last_step=config.steps,
-        )
-        return RolloutWorker(self._sampler, self._engine, buffer)
+        source = SyncRollouts if config.sync else RolloutWorker
+        self._source: GroupSource = source(self._sampler, engine, self._next_group, self.step)
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -148,11 +134,15 @@ class AsyncTrainer:
 
     def _train_step(self, started: float) -> None:
         asked = time.monotonic()
+        if self.config.sync:
+            self._sync.wait()  # nothing is generated before the engine holds the last step's weights
         taken = self._source.take(self.config.step_timeout_s)
         began = time.monotonic()
         step = self.step
         assert taken.step == step, f"the source served step {taken.step} to step {step}"
-        self._log_groups(taken)
+        for kind, groups in (("train", taken.groups), ("useless", taken.useless)):
+            for group in groups:
+                self._files.log_rollouts(kind, group.rollouts, step)
         metrics = self._optimize(build_batch(taken.groups, self.config.max_micro_batch_tokens))
         self._next_group = taken.next_group
 
@@ -161,8 +151,6 @@ class AsyncTrainer:
             self._log_update(record)
 
         self._sync.push(self.step, committed, self._source.fail)
-        if self.config.sync:
-            self._sync.wait()
         ended = time.monotonic()
         every = self.config.checkpoint_every
         if self.step == self.config.steps or (every and self.step % every == 0):
@@ -254,13 +242,6 @@ class AsyncTrainer:
             self._summary[f"{key}reward_{when}"] = fmean(rollout.reward for rollout in rollouts)
         self._summary["eval_problems"] = len(self._problems)
 
-    def _log_groups(self, taken: TakenGroups) -> None:
-        for kind, groups in (("train", taken.groups), ("useless", taken.useless)):
-            for group in groups:
-                self._files.log_rollouts(kind, group.rollouts, taken.step)
-                self._summary["requests"] += len(group.rollouts)
-                self._summary["requests_spanning_versions"] += sum(r.spans_versions for r in group.rollouts)
-
     def _log_update(self, record: UpdateRecord) -> None:
         self._updates.append(record)
         self._files.log("updates", asdict(record) | {"seconds": record.seconds})
@@ -294,8 +275,10 @@ class AsyncTrainer:
         run, summary = self._files.path, self._summary
         summary |= {"steps": self.step, "steps_taken": len(self._updates) - 1, "tokens": self._files.num_tokens}
         summary["weight_digest"] = weights_id({name: digest(tensor) for name, tensor in self.policy.state().items()})
-        training = report.read_lines(run / "metrics.jsonl")
-        summary |= report.engine_figures(report.StepLog.read(run), training, self.config.max_num_seqs)
+        metrics = report.read_lines(run / "metrics.jsonl")
+        summary["requests"] = sum(line["rollouts"] for line in metrics)
+        summary["requests_spanning_versions"] = sum(line["rollouts_spanning"] for line in metrics)
+        summary |= report.engine_figures(report.StepLog.read(run), metrics, self.config.max_num_seqs)
         summary["exact_tokens"] = self._checker(run) if self._checker is not None else None
         summary["total_s"] = time.monotonic() - started
         self._files.write_json("summary.json", summary)
