@@ -53,13 +53,6 @@ def test_an_update_in_flight_meets_half_of_the_concurrency() -> None:
     assert [figures(log, most)["updates_in_flight"] for most in (8, 7, 6)] == [2, 2, 3]
 
 
-def test_overlap_is_measured_by_brute_force() -> None:
-    a, b = [(0, 3), (5, 6), (8, 12)], [(1, 2), (2, 9), (11, 20)]
-    expected = sum(any(x <= t < y for x, y in a) and any(x <= t < y for x, y in b) for t in range(30))
-    assert report.overlap_s(a, b) == report.overlap_s(b, a) == expected
-    assert report.overlap_s([], b) == 0
-
-
 def metrics() -> list[dict[str, Any]]:
     base = {"reward": 0.5, "pass_rate": 0.5, "staleness_mean": 0.4, "staleness_max": 1, "spanning_share": 0.2}
     return [base | {"step": i, "t0": i + 0.5, "t1": i + 1.0, "wait_s": 0.5} for i in range(3)]
@@ -83,11 +76,9 @@ def test_the_figures_of_the_engine(tmp_path: Path) -> None:
     figures = report.engine_figures(log, metrics(), max_num_seqs=8)
     assert figures["updates"] == figures["updates_in_flight"] == 2
     assert figures["stall_ms_median"] == pytest.approx(10.0)
-    assert figures["step_gap_ms_median"] == pytest.approx(10.0)
     assert figures["step_ms_median"] == pytest.approx(90.0)
     assert figures["reprefill_tokens_per_update"] == 4.5
     assert figures["optimizer_s"] == pytest.approx(1.5)
-    assert figures["overlap_share"] == pytest.approx(0.9)
     assert figures["generation_to_training_ratio"] == pytest.approx(31 * 0.09 / 1.5)
     assert report.engine_figures(StepLog.read(tmp_path / "nowhere"), metrics(), 8) == {}
 

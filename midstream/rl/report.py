@@ -25,8 +25,6 @@ from rich.table import Table
 from midstream.errors import InvalidInput
 from midstream.rl.types import TakenGroups
 
-Interval = tuple[float, float]
-
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; none where there is no file. A last line still being written is left out."""
@@ -74,18 +72,6 @@ def commit_stalls_ms(log: StepLog) -> list[float]:
     return stalls
 
 
-def overlap_s(a: Sequence[Interval], b: Sequence[Interval]) -> float:
-    """How long an interval of ``a`` and one of ``b`` hold at once. Each list is sorted and disjoint in itself."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
 def engine_figures(log: StepLog, metrics: Sequence[dict[str, Any]], max_num_seqs: int) -> dict[str, Any]:
     """The part of summary.json that comes from the step log. Only the training itself counts, not the evaluations.
 
@@ -96,9 +82,8 @@ def engine_figures(log: StepLog, metrics: Sequence[dict[str, Any]], max_num_seqs
         return {}
     first = metrics[0]["t0"] - metrics[0]["wait_s"]
     log = log.between(first, max([metrics[-1]["t1"], *(commit.t1 for commit in log.commits)]))
-    training = [(line["t0"], line["t1"]) for line in metrics]
-    generating = [(step.t0, step.t1) for step in log.steps]
-    training_s, generating_s = (sum(t1 - t0 for t0, t1 in intervals) for intervals in (training, generating))
+    training_s = sum(line["t1"] - line["t0"] for line in metrics)
+    generating_s = sum(step.t1 - step.t0 for step in log.steps)
     decodes = [(s.t1 - s.t0) * 1e3 for s in log.steps if 0 < s.tokens == s.running and s.reprefill == 0]
     met = [commit.running for commit in log.commits if commit.running]
     return {
@@ -106,12 +91,10 @@ def engine_figures(log: StepLog, metrics: Sequence[dict[str, Any]], max_num_seqs
         "updates_in_flight": sum(2 * running >= max_num_seqs for running in met),
         "stall_ms_median": _median(commit_stalls_ms(log)),
         "step_ms_median": _median(decodes),
-        "step_gap_ms_median": _median([(b.t0 - a.t1) * 1e3 for a, b in zip(log.steps, log.steps[1:], strict=False)]),
         "reprefill_tokens_per_update": sum(step.reprefill for step in log.steps) / max(len(met), 1),
         "generation_s": generating_s,
         "optimizer_s": training_s,
         "generation_to_training_ratio": generating_s / training_s,
-        "overlap_share": overlap_s(generating, training) / training_s,
     }
 
 
@@ -171,6 +154,9 @@ def draw(run: Path) -> Path:
     learning, stale, timeline, zoom = figure.subplots(4, 1, height_ratios=[3, 2, 2, 2])
     _draw_learning(learning, metrics, summary)
     _draw_staleness(stale, metrics)
+    for axes in (learning, stale):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best", fontsize=8)
     _draw_running(timeline, log.between(origin, metrics[-1]["t1"]), origin)
     _draw_zoom(zoom, log, metrics, updates, origin)
     figure.savefig(run / "report.png", dpi=110)
@@ -178,32 +164,26 @@ def draw(run: Path) -> Path:
 
 
 def _draw_learning(axes: Any, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    steps = [line["step"] for line in metrics]
-    rewards, passed = ([line[key] for line in metrics] for key in ("reward", "pass_rate"))
-    if rewards != passed:  # with rewards of 0 and 1 they are one curve
-        axes.plot(steps, rewards, label="reward of the rollouts", color="tab:blue", lw=1)
-    axes.plot(steps, passed, label="pass rate of the rollouts", color="tab:cyan", lw=1)
+    if any(line["reward"] != line["pass_rate"] for line in metrics):  # with rewards of 0 and 1 they are one curve
+        _curve(axes, metrics, "reward", label="reward of the rollouts", color="tab:blue", lw=1)
+    _curve(axes, metrics, "pass_rate", label="pass rate of the rollouts", color="tab:cyan", lw=1)
     for key, name, marker in (("", "held-out, sampled at T = 1", "o"), ("greedy_", "held-out, greedy", "s")):
         if f"{key}accuracy_after" in summary:
             ends = [summary[f"{key}accuracy_before"], summary[f"{key}accuracy_after"]]
             label = f"{name}: {ends[0]:.3f} → {ends[1]:.3f}"
-            axes.plot([steps[0], steps[-1] + 1], ends, marker, ms=8, label=label)
+            axes.plot([metrics[0]["step"], metrics[-1]["step"] + 1], ends, marker, ms=8, label=label)
     axes.set(title="Learning", xlabel="optimizer step", ylabel="reward, accuracy")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize=8)
 
 
 def _draw_staleness(axes: Any, metrics: list[dict[str, Any]]) -> None:
-    for key, name, colour, style in (
-        ("staleness_max", "oldest token", "tab:red", {"drawstyle": "steps-mid"}),
-        ("staleness_mean", "mean over tokens", "tab:orange", {}),
-        ("spanning_share", "share of rollouts over 2+ versions", "tab:gray", {"ls": ":"}),
-    ):
-        values = [line[key] for line in metrics]
-        axes.plot([line["step"] for line in metrics], values, label=name, color=colour, **style)
+    _curve(axes, metrics, "staleness_max", label="oldest token", color="tab:red", drawstyle="steps-mid")
+    _curve(axes, metrics, "staleness_mean", label="mean over tokens", color="tab:orange")
+    _curve(axes, metrics, "spanning_share", label="share of rollouts over 2+ versions", color="tab:gray", ls=":")
     axes.set(title="Staleness", xlabel="optimizer step", ylabel="optimizer steps")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize=8)
+
+
+def _curve(axes: Any, metrics: list[dict[str, Any]], key: str, **style: Any) -> None:
+    axes.plot([line["step"] for line in metrics], [line[key] for line in metrics], **style)
 
 
 def _draw_running(axes: Any, log: StepLog, origin: float) -> None:
@@ -221,7 +201,7 @@ def _draw_zoom(
     window = metrics[middle : middle + _ZOOM_STEPS]
     start, end = window[0]["t0"], window[-1]["t1"]
     log = log.between(start, end)
-    rows: tuple[tuple[str, list[Interval], str], ...] = (
+    rows = (
         ("optimizer step", [(line["t0"], line["t1"]) for line in window], "tab:blue"),
         ("update (send)", [(u["t0"], u["t1"]) for u in updates if u["t1"] > start and u["t0"] < end], "tab:orange"),
         ("generation step", [(s.t0, s.t1) for s in log.steps], "tab:green"),
