@@ -73,7 +73,6 @@ def test_evaluation_has_seeds_of_its_own(engine: EngineThread) -> None:
 def test_steps_follow_each_other(engine: EngineThread, kind: str) -> None:
     client = FakeEngineClient()
     groups = source(kind, sampler(client), engine)
-    groups.start()
     for step in range(3):
         taken = groups.take(5.0)
         assert taken.step == step and [g.index for g in taken.groups] == [2 * step, 2 * step + 1]
@@ -85,7 +84,6 @@ def test_steps_follow_each_other(engine: EngineThread, kind: str) -> None:
 def test_without_a_release_there_is_no_next_step(engine: EngineThread) -> None:
     client = FakeEngineClient()
     groups = source("async", sampler(client), engine)
-    groups.start()
     groups.take(5.0)
     with pytest.raises(TimedOut, match="step 1 has 0 of 2 useful groups"):
         groups.take(0.05)
@@ -100,7 +98,6 @@ def test_an_engine_that_dies_is_heard_of_in_take(engine: EngineThread, kind: str
             raise EngineDead("the engine process ended")
 
     groups = source(kind, sampler(Dies()), engine)
-    groups.start()
     with pytest.raises(EngineDead):
         groups.take(5.0)
     groups.close()
@@ -108,7 +105,6 @@ def test_an_engine_that_dies_is_heard_of_in_take(engine: EngineThread, kind: str
 
 def test_an_error_from_outside_is_heard_of_in_take(engine: EngineThread) -> None:
     groups = source("async", sampler(FakeEngineClient()), engine)
-    groups.start()
     groups.take(5.0)
     groups.fail(MidstreamError("the update failed"))
     with pytest.raises(MidstreamError, match="the update failed"):
@@ -125,7 +121,6 @@ def test_a_request_that_never_ends_is_a_time_out(engine: EngineThread, kind: str
 
     client.hold = hold
     groups = source(kind, sampler(client, group_timeout_s=0.05), engine)
-    groups.start()
     with pytest.raises(TimedOut, match="group-[01] was not generated and scored within 0.05 s"):
         groups.take(5.0)
     groups.close()
@@ -143,7 +138,6 @@ def test_a_run_that_has_nothing_to_learn_from_says_so(
             return 0.5 if problem.index < 200 else await super().reward(problem, completion)
 
     groups = source(kind, sampler(FakeEngineClient(), Learns()), engine)
-    groups.start()
     assert len(groups.take(20.0).groups) == 2
     groups.close()
     said = [record.getMessage() for record in caplog.records]
@@ -163,7 +157,6 @@ def test_closing_ends_what_is_in_flight(engine: EngineThread) -> None:
 
     client.hold = hold
     worker = RolloutWorker(sampler(client, max_staleness=1), engine)
-    worker.start()
     with pytest.raises(TimedOut, match="3 in flight .lowest 0."):
         worker.take(0.2)
     assert [g.index for g in worker.close()] == [1]

@@ -138,7 +138,7 @@ async def score(task: Task, problem: Problem, completion: Completion, timeout_s:
     """The reward, within ``timeout_s``. Raises ``RewardError`` if the function raises, is late, or is not finite."""
     where = f"reward of task {task.name} for {problem.split} problem {problem.index} ({problem.prompt[:60]!r})"
     value = await _within(timeout_s, where, lambda: task.reward(problem, completion))
-    if isinstance(value, complex) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RewardError(f"{where} must be a finite number, got {value!r}")
     return float(value)
 

@@ -30,18 +30,14 @@ _log = logging.getLogger(__name__)
 class GroupSource:
     """Where the trainer's steps get their groups. All public methods are called from outside the engine thread."""
 
-    def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
-        """``next_group`` and ``next_step``: where a resumed run goes on."""
+    def __init__(self, sampler: Sampler, engine: EngineThread) -> None:
         self._sampler = sampler
         self._engine = engine
-        self._next_group, self._next_step = next_group, next_step
         self._num_useless = 0
 
-    def start(self) -> None:
-        """Generation may begin."""
-
     def take(self, timeout_s: float) -> TakenGroups:
-        """The next step's groups. Raises ``TimedOut``, or the first error of generation, rewards or ``fail``."""
+        """The next step's groups; generation begins with the first call. Raises ``TimedOut``, or the first error of
+        generation, rewards or ``fail``."""
         raise NotImplementedError
 
     def release(self, step: int) -> None:
@@ -71,7 +67,8 @@ class RolloutWorker(GroupSource):
     """The asynchronous source. See the module docstring; the rules are the buffer's."""
 
     def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
-        super().__init__(sampler, engine, next_group, next_step)
+        """``next_group`` and ``next_step``: where a resumed run goes on."""
+        super().__init__(sampler, engine)
         config = sampler.config
         self._buffer = RolloutBuffer(
             config.groups_per_step, config.max_staleness, config.dynamic_sampling, next_group, next_step, config.steps
@@ -80,10 +77,8 @@ class RolloutWorker(GroupSource):
         self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the engine thread only
 
-    def start(self) -> None:
-        self._engine.loop.call_soon_threadsafe(self._pump)
-
     def take(self, timeout_s: float) -> TakenGroups:
+        self._engine.loop.call_soon_threadsafe(self._pump)
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -148,6 +143,10 @@ class RolloutWorker(GroupSource):
 class SyncRollouts(GroupSource):
     """The synchronous source: generation happens inside ``take``, and nothing is in flight outside of it. Before it
     takes again the caller waits until the engine holds the weights of the step before."""
+
+    def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
+        super().__init__(sampler, engine)
+        self._next_group, self._next_step = next_group, next_step
 
     def take(self, timeout_s: float) -> TakenGroups:
         deadline = time.monotonic() + timeout_s

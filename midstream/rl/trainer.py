@@ -116,7 +116,6 @@ class AsyncTrainer:
             self._sync.push(self.step, on_commit=self._log_update)
             self._sync.wait()
             self._evaluate("before")
-            self._source.start()
             t0 = time.monotonic()
             while self.step < self.config.steps:
                 self._train_step(started)
