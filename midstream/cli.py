@@ -77,7 +77,7 @@ def _add_train(commands: Any) -> None:
         epilog="Any setting of a recipe can be given as --set NAME=VALUE; the settings are\n" + _settings_help(),
     )
     p.add_argument("--recipe", metavar="FILE", help="TOML file of settings (default: the quick start's)")
-    p.add_argument("--model", metavar="PATH", help="checkpoint directory or GGUF file")
+    p.add_argument("--model", metavar="MODEL", help="model directory, GGUF file, or Hub id org/name[@revision]")
     p.add_argument(
         "--task",
         metavar="TASK",
@@ -113,6 +113,7 @@ def _settings_help() -> str:
 
 
 def _train_config(a: argparse.Namespace) -> TrainConfig:
+    from midstream.models.hub import locate
     from midstream.rl.config import TrainConfig
 
     overrides: dict[str, Any] = {
@@ -132,8 +133,12 @@ def _train_config(a: argparse.Namespace) -> TrainConfig:
         overrides.setdefault("task_options", {})  # the recipe's belong to its own task
     config = TrainConfig.from_toml(recipe, **overrides)
     if a.scale == "tiny":
-        config = config.scaled_to_tiny(str(QUICKSTART.parent))
-    return config
+        return config.scaled_to_tiny(str(QUICKSTART.parent))
+    path, commit = locate(config.model, weights=not a.dry_run)
+    if commit is None:
+        return config
+    print(f"model: {config.model} at {commit}", flush=True)
+    return dataclasses.replace(config, model=path)
 
 
 def _train(a: argparse.Namespace) -> int:
@@ -179,7 +184,7 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     """Engine process, trainer in this one, until the last step; returns the summary. See ``rl.trainer``."""
     import torch
 
-    from midstream.ops.numerics import difference, fingerprint
+    from midstream.ops.numerics import difference
     from midstream.rl.engine_thread import EngineThread
     from midstream.rl.exact import check_run
     from midstream.rl.policy import Policy
@@ -206,7 +211,7 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
         print(f"engine: starting {config.model} …", flush=True)
         status = engine.run(llm.start(), config.step_timeout_s, "starting the engine")
         policy = Policy(config.model, config.dtype, llm.config.block_size)
-        if gap := difference(fingerprint(policy.dtype, policy.block_size), status["fingerprint"]):
+        if gap := difference(policy.fingerprint, status["fingerprint"]):
             print(f"exact: no (trainer and engine compute differently: {gap})", flush=True)
         task = make_task(config.task, TaskText(llm.text, policy.config.eos_token_ids), config.seed, config.task_options)
         transfer = open_transfer("ipc", llm, engine, policy, timeout_s=config.update_timeout_s)
@@ -324,7 +329,7 @@ def _add_check(commands: Any) -> None:
     )
     what = e.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", dest="run_directory", metavar="DIR", help="directory of a finished run")
-    what.add_argument("--model", metavar="PATH", help="checkpoint directory or GGUF file")
+    what.add_argument("--model", metavar="MODEL", help="model directory, GGUF file, or Hub id org/name[@revision]")
     e.add_argument("--flip", choices=["logprob", "weight"], help="with --run: flip one bit first; it must be found")
     e.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="with --model")
     e.add_argument("--prompts", type=int, default=6, metavar="N", help="with --model (default: %(default)s)")
@@ -351,19 +356,21 @@ def _check_exact(a: argparse.Namespace) -> int:
 
 
 def _check_model(a: argparse.Namespace) -> int:
+    from midstream.models.hub import locate
     from midstream.models.loader import open_checkpoint
     from midstream.rl.exact import ExactReport, check_version
     from midstream.rl.types import Rollout
     from midstream.serving.varied import prompts_for, sample_varied
     from midstream.types import SamplingParams
 
-    config = open_checkpoint(a.model).config
+    model, _ = locate(a.model)
+    config = open_checkpoint(model).config
     prompts = prompts_for(config.vocab_size, a.prompts, 48, seed=0)
     params = SamplingParams(n=4, max_tokens=a.max_tokens, seed=1, ignore_eos=True, detokenize=False)
     options = {"dtype": a.dtype, "max_model_len": min(config.max_position_embeddings, 2048)}
     first: list[Rollout] | None = None
     failed, dtype = False, a.dtype
-    for name, outputs, llm in sample_varied(a.model, prompts, params, options):
+    for name, outputs, llm in sample_varied(model, prompts, params, options):
         samples = [
             Rollout(
                 group=i,

@@ -45,7 +45,12 @@ class EngineConfig:
     """Everything one engine needs to start. The command line is made from these fields and their docstrings."""
 
     model: str
-    """A directory of safetensors in Hugging Face format, or a GGUF file."""
+    """A directory of safetensors in Hugging Face format, a GGUF file, or an id on the Hugging Face Hub: org/name,
+    org/name@revision, org/name:file.gguf."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub; by default main, and what the cache holds of it."""
+    model_name: str | None = None
+    """The id of a model from the Hub, once ``model`` is the path where it was found and ``revision`` its commit."""
     dtype: DType = "auto"
     """auto: what the checkpoint holds (float16 and quantised checkpoints: bfloat16)."""
     device: str = "cpu"
@@ -53,7 +58,7 @@ class EngineConfig:
     tokenizer: str | None = None
     """Directory of a tokenizer; by default the model's own."""
     max_model_len: int | None = None
-    """Longest prompt + output; by default the model's own limit, at most 8,192."""
+    """Longest prompt + output; by default the model's own limit, at most 8,192 and what the KV cache holds."""
     block_size: int = 16
     """Tokens in one KV block. Part of the numerics fingerprint: attention sums block by block."""
     num_blocks: int | None = None

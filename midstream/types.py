@@ -25,6 +25,7 @@ MAX_SEED = (1 << 63) - 1
 _FLOAT_MAX = sys.float_info.max
 MAX_N = 1024
 """Most samples of one prompt."""
+_MAX_STRUCTURE_CHARS = 1 << 18
 _U64 = (1 << 64) - 1
 
 
@@ -117,11 +118,15 @@ class StructuredOutputs:
         given = [value for value in (self.json, self.regex, self.choice) if value is not None]
         if len(given) != 1:
             raise InvalidInput(f"structured_outputs takes exactly one of json, regex and choice, got {len(given)}")
-        for text in self.choice if self.choice is not None else given:
+        texts: Sequence[Any] = self.choice if self.choice is not None else given
+        for text in texts:
             if not isinstance(text, str) or not text:
                 raise InvalidInput(f"structured_outputs: json, regex and each choice are non-empty text, got {text!r}")
         if self.choice == ():
             raise InvalidInput("structured_outputs: choice is empty: give at least one text")
+        size = sum(len(text) + 1 for text in texts)
+        if size > _MAX_STRUCTURE_CHARS:
+            raise InvalidInput(f"structured_outputs: {size} characters are over the limit of {_MAX_STRUCTURE_CHARS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +247,15 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Any = None
     """``engine.grammar.Grammar`` of a request with structured outputs: one step further with each token."""
+    is_ready: bool = True
+    """False while its grammar is being compiled: it is live and not in the queue."""
     parent_id: str = ""
     index: int = 0
     cache_salt: str = ""
     priority: int = 0
     """A lower number is more urgent."""
     arrival: int = -1
-    """Order of admission into the engine, set by the scheduler; never changes. Decides among equal priorities."""
+    """Order of admission into the engine, set by the scheduler once it is ready. Decides among equal priorities."""
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     """prompt followed by output; set from prompt_token_ids at creation."""

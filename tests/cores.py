@@ -10,6 +10,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +90,15 @@ class Driver:
         name = request_id or f"r{len(self.builders)}"
         chosen = SamplingParams(**{"temperature": 1.0, "max_tokens": 12, "seed": 5, "ignore_eos": True, **params})
         self.core.add(name, prompt, chosen)
+        self.compiled()
         self.builders[name] = OutputBuilder(name, None, list(prompt), chosen, None)
         self.params[name] = chosen
         return name
+
+    def compiled(self) -> None:
+        """Until the grammars of all requests wait to be taken; runs no turn."""
+        left = wait([future for _, future, _ in self.core.grammars._pending], LIMIT_S).not_done
+        assert not left, "a grammar does not come to its end"
 
     def output(self, name: str) -> RequestOutput:
         return self.builders[name].output

@@ -1148,6 +1148,14 @@ def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]
     assert "message" in driver.now("shutdown_weight_transfer_engine")
 
 
+def test_without_a_limit_of_its_own_a_request_goes_on_to_what_the_cache_holds(make: Callable[..., Driver]) -> None:
+    driver = make(num_blocks=4)
+    assert driver.now("status")["max_model_len"] == 64
+    driver.add(prompt(4), "a", max_tokens=None)
+    driver.run()
+    assert len(driver.tokens("a")) == 60
+
+
 @pytest.mark.parametrize(
     ("ids", "params", "match"),
     [
@@ -1176,7 +1184,7 @@ def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]
 def test_bad_requests_are_refused_and_the_others_go_on(
     make: Callable[..., Driver], ids: list[int], params: dict[str, Any], match: str
 ) -> None:
-    driver = make(num_blocks=20)
+    driver = make(num_blocks=20, max_model_len=512)
     driver.add(prompt(4), "good", max_tokens=6)
     driver.steps(2)
     with pytest.raises(InvalidInput, match=match):

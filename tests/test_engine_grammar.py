@@ -6,7 +6,10 @@ import asyncio
 import json
 import math
 import pathlib
+import queue
 import re
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,7 +115,7 @@ def test_what_does_not_compile_is_refused(compiler: GrammarCompiler, wanted: dic
 
 def test_without_tokenizer_or_end_token_it_is_refused(text: Text) -> None:
     with pytest.raises(InvalidInput, match="tokenizer"):
-        GrammarCompiler(261, [EOS]).compile(JSON)
+        GrammarCompiler(261, [EOS]).start(JSON, 1, lambda: True, lambda result: None)
     with pytest.raises(InvalidInput, match="eos_token_id"):
         GrammarCompiler(261, []).load_tokenizer(text.to_json())
     for strange in ("", "{", "[]", "{}"):
@@ -128,6 +131,13 @@ def test_the_shipped_tiny_models_tokenizer_is_understood() -> None:
         params = SamplingParams(structured_outputs=StructuredOutputs(regex="(ab|xy){3}"), max_tokens=20, seed=1)
         out = llm.generate("abc", params)[0].outputs[0]
         assert re.fullmatch("(ab|xy){3}", out.text) and out.finish_reason == "stop"
+
+
+def test_how_much_may_be_asked_is_limited() -> None:
+    assert StructuredOutputs(regex="a" * 1000)
+    for much in ({"regex": "a" * (1 << 18)}, {"choice": ("ab",) * (1 << 17)}):
+        with pytest.raises(InvalidInput, match="characters are over the limit of 262144"):
+            StructuredOutputs(**much)  # type: ignore[arg-type]
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------
@@ -226,6 +236,172 @@ def test_case_111_a_grammar_that_can_not_go_on_ends_its_request_and_no_other(
     assert isinstance(out.stop_reason, str) and out.stop_reason.startswith("structured_outputs")
     assert out.token_ids == plain.token_ids[:7] and len(out.processed_logprobs) == 7
     assert driver.tokens(other) == driver.tokens(other_alone)
+
+
+# -- compiling, beside the steps ---------------------------------------------------------------------------------------
+
+
+class Gates:
+    """Holds each compilation until the test lets it go."""
+
+    def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driver = driver
+        self.begun = queue.SimpleQueue[threading.Event]()
+        real = GrammarCompiler.compile
+
+        def held(compiler: GrammarCompiler, wanted: StructuredOutputs) -> Grammar:
+            gate = threading.Event()
+            self.begun.put(gate)
+            assert gate.wait(20)
+            return real(compiler, wanted)
+
+        monkeypatch.setattr(GrammarCompiler, "compile", held)
+        self.compiled = driver.compiled
+        driver.compiled = lambda: None  # type: ignore[method-assign]
+
+    def next(self) -> threading.Event:
+        return self.begun.get(timeout=20)
+
+    def open(self, gate: threading.Event) -> None:
+        """Let it go, and wait until the core can take the grammar."""
+        gate.set()
+        self.compiled()
+
+
+@pytest.fixture
+def gates(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Gates:
+    return Gates(driver, monkeypatch)
+
+
+def test_others_get_tokens_while_a_grammar_is_compiled(gates: Gates, text: Text) -> None:
+    driver = gates.driver
+    name = driver.add([5, 6, 7], structured_outputs=JSON, n=2, **GREEDY)
+    gate = gates.next()
+    other = driver.add([8, 9], max_tokens=12)
+    status = driver.core.status()
+    assert (status["running"], status["waiting"]) == (0, 2 + 1)
+    driver.until(lambda: driver.output(other).finished)
+    assert len(driver.tokens(other)) == 12 and not driver.tokens(name)
+    assert not driver.core.has_work and driver.core.status()["device_idle"], "nothing to spin for"
+    gates.open(gate)
+    driver.run()
+    for out in driver.output(name).outputs:
+        check_json(out.token_ids, text)
+
+
+def test_a_request_that_ends_while_its_grammar_is_compiled(gates: Gates, text: Text) -> None:
+    driver = gates.driver
+    name = driver.add([5, 6, 7], structured_outputs=JSON, n=2, **GREEDY)
+    gate = gates.next()
+    driver.core.abort([name + "-1"])  # one of the two samples
+    driver.core.abort([name])
+    driver.step()
+    assert [c.finish_reason for c in driver.output(name).outputs] == ["abort"] * 2
+    # the same id again, with another grammar: the first one's result is not for it
+    choice = SamplingParams(structured_outputs=StructuredOutputs(choice=("ab",)), temperature=0)
+    driver.core.add(name, [5], choice)
+    first, second = (future for _, future, _ in driver.core.grammars._pending)
+    other_gate = gates.next()
+    gate.set()
+    first.result(20)
+    assert not driver.core.step() and driver.core.scheduler.num_waiting == 1
+    other_gate.set()
+    second.result(20)
+    while driver.core.scheduler.has_unfinished:
+        assert driver.core.step()
+    ids = [token for increment in driver.core.take_outputs().increments for token in increment.token_ids]
+    assert text.decode(ids) == "ab"
+
+
+def test_a_request_nobody_waits_for_is_not_compiled(gates: Gates) -> None:
+    driver = gates.driver
+    names = [driver.add([5], structured_outputs=JSON, **GREEDY) for _ in range(4)]
+    begun = [gates.next(), gates.next()]  # both threads
+    driver.core.abort(names)
+    for gate in begun:
+        gate.set()
+    gates.compiled()
+    driver.step()
+    assert gates.begun.empty() and not driver.core.grammars._pending
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_a_pause_while_a_grammar_is_compiled(gates: Gates, text: Text, mode: str) -> None:
+    driver = gates.driver
+    name = driver.add([5, 6, 7], structured_outputs=JSON, **GREEDY)
+    gate = gates.next()
+    if mode == "wait":
+        op = driver.call("pause_generation", mode="wait", timeout_s=None)
+        driver.steps(3)
+        assert op not in driver.replies, "an accepted request is waited for"
+    else:
+        driver.pause(mode)
+    gates.open(gate)
+    driver.steps(3)
+    assert not driver.tokens(name)[1:] or mode == "wait"
+    if mode == "abort":
+        assert driver.output(name).outputs[0].finish_reason == "abort"
+        return
+    if mode == "wait":
+        driver.until(lambda: op in driver.replies)
+    driver.resume()
+    driver.run()
+    check_json(driver.tokens(name), text)
+
+
+def test_a_commit_does_not_wait_for_a_grammar(gates: Gates, model: pathlib.Path, text: Text) -> None:
+    from safetensors.torch import load_file
+
+    driver = gates.driver
+    tensors = load_file(model / "model.safetensors")
+    name = driver.add([5, 6, 7], structured_outputs=JSON, **GREEDY)
+    gate = gates.next()
+    for label in ("a", "b", "c"):  # without a pause, and without a token between them
+        driver.update(tensors, label=label)
+    gates.open(gate)
+    driver.run()
+    check_json(driver.tokens(name), text)
+    assert [span.number for span in driver.output(name).outputs[0].weight_versions] == [3]
+
+
+def test_what_does_not_compile_or_takes_too_long_fails_its_request_alone(
+    gates: Gates, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = gates.driver
+    bad = driver.add([5], structured_outputs=StructuredOutputs(regex="("), n=2, **GREEDY)
+    gate = gates.next()
+    gates.open(gate)
+    assert driver.core.step() is False
+    ((failed, error),) = driver.core.take_outputs().failed
+    assert failed == bad and isinstance(error, InvalidInput) and "regex" in str(error)
+    slow = driver.add([5], structured_outputs=JSON, **GREEDY)
+    gate = gates.next()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 9)
+    driver.step()
+    assert driver.core.scheduler.has_unfinished
+    monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+    driver.core.step()
+    ((failed, error),) = driver.core.take_outputs().failed
+    assert failed == slow and isinstance(error, InvalidInput) and "within 10 s" in str(error)
+    assert not driver.core.scheduler.has_unfinished
+    gate.set()
+    monkeypatch.undo()
+    name = driver.add([5, 6, 7], structured_outputs=JSON, **GREEDY)
+    driver.compiled()
+    driver.run()
+    check_json(driver.tokens(name), text)
+
+
+def test_closing_does_not_wait_for_a_grammar(model: pathlib.Path, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = driver_of(model, text)
+    gates = Gates(driver, monkeypatch)
+    name = driver.add([5, 6, 7], structured_outputs=JSON, **GREEDY)
+    gate = gates.next()
+    driver.close()
+    gate.set()
+    driver.take()
+    assert driver.output(name).outputs[0].finish_reason == "abort"
 
 
 def test_a_commit_leaves_the_grammar_where_it_was(driver: Driver, model: pathlib.Path, text: Text) -> None:

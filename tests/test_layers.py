@@ -65,6 +65,7 @@ FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "jinja2": ("serving.text",),
     "llguidance": ("engine.grammar",),
     "gguf": ("models.loader",),
+    "huggingface_hub": ("models.hub",),
     "prometheus_client": ("metrics",),
     "reasoning_gym": ("rl",),
     "matplotlib": ("rl", "cli"),

@@ -182,32 +182,3 @@ def test_what_failed_is_not_kept(server: Served) -> None:
     for _ in range(2):
         assert server.post("/v1/completions", bad, headers={"Idempotency-Key": "bad"}).status_code == 400
     server.idle()
-
-
-def test_abort_and_resubmit_equals_an_uninterrupted_run(server: Served) -> None:
-    """The client of AReaL: partial answer, prompt + partial, what is left of the budget, the seed that came back."""
-    sampling = {"temperature": 1.2, "ignore_eos": True, "logprobs": 0}
-
-    async def run() -> None:
-        async with client(server) as http:
-            body = {"token_ids": [4, 5, 6], "sampling_params": {**sampling, "max_tokens": 300}}
-            task = asyncio.create_task(http.post("/inference/v1/generate", json=body))
-            await until(http, lambda s: s["running"])
-            await http.post("/pause?mode=abort")
-            await http.post("/resume")
-            part = (await task).json()["choices"][0]
-            assert part["finish_reason"] == "abort"
-            made, seed = part["token_ids"], part["seed"]
-            rest = {**sampling, "max_tokens": 300 - len(made), "seed": seed}
-            then = (
-                await http.post("/inference/v1/generate", json={"token_ids": [4, 5, 6, *made], "sampling_params": rest})
-            ).json()
-            whole = {**sampling, "max_tokens": 300, "seed": seed}
-            wanted = (
-                await http.post("/inference/v1/generate", json={"token_ids": [4, 5, 6], "sampling_params": whole})
-            ).json()
-            assert made + then["choices"][0]["token_ids"] == wanted["choices"][0]["token_ids"]
-            joined = part["logprobs"]["content"] + then["choices"][0]["logprobs"]["content"]
-            assert joined == wanted["choices"][0]["logprobs"]["content"]
-
-    asyncio.run(run())

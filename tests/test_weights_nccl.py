@@ -522,7 +522,8 @@ def test_numerics_that_the_trainer_tells_decide_what_status_says(models: pathlib
     with engine(models / "w0") as llm:
         assert llm.status()["exact"] == "no (trainer numerics unknown)"
         ours = llm.status()["fingerprint"]
-        for theirs, said in ((ours, "yes"), ({**ours, "dtype": "bfloat16"}, "no (trainer numerics differ in dtype)")):
+        gap = "no (engine and trainer differ in dtype: float32 / bfloat16)"
+        for theirs, said in ((ours, "yes"), ({**ours, "dtype": "bfloat16"}, gap)):
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 init_info = {"master_address": "127.0.0.1", "master_port": port}

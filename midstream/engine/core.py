@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 
 from midstream.config import EngineConfig
 from midstream.engine import protocol as p
-from midstream.engine.grammar import GrammarCompiler
+from midstream.engine.grammar import Grammar, GrammarCompiler
 from midstream.engine.pauses import Pauses
 from midstream.engine.scheduler import Scheduler
 from midstream.engine.sleep import Sleep
@@ -29,12 +29,14 @@ from midstream.engine.updates import WeightUpdates
 from midstream.engine.worker import Done, Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
+from midstream.ops.numerics import difference
 from midstream.types import (
     FinishReason,
     Request,
     RequestIncrement,
     RequestStatus,
     SamplingParams,
+    StructuredOutputs,
     WeightVersion,
     child_id,
     child_seed,
@@ -58,7 +60,8 @@ class CoreOutputs:
 
     increments: list[RequestIncrement] = field(default_factory=list)
     failed: list[tuple[str, MidstreamError]] = field(default_factory=list)
-    """(parent id, why): requests ended by an error of a step; nothing more comes for them."""
+    """(parent id, why): requests ended by an error of a step, or whose grammar does not compile; nothing more comes
+    for them."""
     replies: list[Reply] = field(default_factory=list)
 
 
@@ -79,7 +82,7 @@ class EngineCore:
             version=version,
         )
         model = self.worker.model_config
-        self.grammars = GrammarCompiler(model.vocab_size, model.eos_token_ids)
+        self.grammars = GrammarCompiler(model.vocab_size, model.eos_token_ids, wake)
         self.protocol = p.Protocol()
         self.outputs = CoreOutputs()
         self.num_steps = 0
@@ -128,7 +131,11 @@ class EngineCore:
         cache_salt: str = "",
         priority: int = 0,
     ) -> None:
-        """Accept a request (its n samples at once). Raises InvalidInput, or EnginePaused in an abort or wait pause."""
+        """Accept a request (its n samples at once). Raises InvalidInput, or EnginePaused in an abort or wait pause.
+
+        One with structured outputs waits until its grammar is compiled; what can not be compiled is in
+        ``CoreOutputs.failed`` later.
+        """
         self.admit()
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidInput(f"priority must be an integer, got {priority!r}")
@@ -139,25 +146,47 @@ class EngineCore:
         limit = longest if params.max_tokens is None else min(len(prompt) + params.max_tokens, longest)
         eos = () if params.ignore_eos else self.worker.model_config.eos_token_ids
         stop = frozenset((*params.stop_token_ids, *eos))
-        grammar = None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
-        self.scheduler.add(
-            [
-                Request(
-                    request_id=child_id(request_id, k, params.n),
-                    prompt_token_ids=prompt,
-                    params=params,
-                    seed=child_seed(seed, k),
-                    max_total_tokens=limit,
-                    stop_token_ids=stop,
-                    grammar=grammar.copy() if grammar else None,
-                    parent_id=request_id,
-                    index=k,
-                    cache_salt=cache_salt,
-                    priority=priority,
-                )
-                for k in range(params.n)
-            ]
-        )
+        wanted = params.structured_outputs
+        requests = [
+            Request(
+                request_id=child_id(request_id, k, params.n),
+                prompt_token_ids=prompt,
+                params=params,
+                seed=child_seed(seed, k),
+                max_total_tokens=limit,
+                stop_token_ids=stop,
+                is_ready=wanted is None,
+                parent_id=request_id,
+                index=k,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+            for k in range(params.n)
+        ]
+        self.scheduler.add(requests)
+        if wanted is not None:
+            try:
+                self._compile(wanted, requests)
+            except InvalidInput:
+                self.scheduler.fail([request_id])
+                raise
+
+    def _compile(self, wanted: StructuredOutputs, requests: list[Request]) -> None:
+        """Beside the steps; until it is done the requests are held. Those that end meanwhile are left as they are."""
+
+        def live() -> list[Request]:
+            return [request for request in requests if not request.status.is_finished]
+
+        def done(result: list[Grammar] | InvalidInput) -> None:
+            if isinstance(result, InvalidInput):
+                if self.scheduler.fail([request.request_id for request in live()]):
+                    self.outputs.failed.append((requests[0].parent_id, result))
+            else:
+                for request, grammar in zip(requests, result, strict=False):
+                    request.grammar = grammar
+                self.scheduler.release(live())
+
+        self.grammars.start(wanted, len(requests), lambda: bool(live()), done)
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
@@ -216,7 +245,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """The next turn has something to do: staging results to take, or a step to run."""
-        return bool(self.worker.completed) or (self.may_step and self.scheduler.has_unfinished)
+        return bool(self.worker.completed) or (self.may_step and self.scheduler.has_ready)
 
     @property
     def may_step(self) -> bool:
@@ -237,9 +266,10 @@ class EngineCore:
         while self.worker.completed:
             done = self.worker.completed.popleft()
             self._jobs.pop(done.job)(done)
+        self.grammars.settle()
         self.act(self.protocol.boundary(self._facts()))
         self._watch_clock()  # after the boundary: what is complete now is not late
-        if not self.may_step or not self.scheduler.has_unfinished:
+        if not self.may_step or not self.scheduler.has_ready:
             if not self.scheduler.has_unfinished and not self._is_checked:
                 self.scheduler.check_integrity()
                 self._is_checked = True
@@ -280,6 +310,7 @@ class EngineCore:
     def close(self) -> None:
         """End threads and channels. Requests still live are ended with what they have."""
         self.abort(None)
+        self.grammars.close()
         self.worker.close()
         if self._log:
             self._log.close()
@@ -403,11 +434,13 @@ class EngineCore:
             "owner": self.pauses.owner,
             "lease_left_s": self.pauses.lease_left_s,
             "sleep": self.sleep.state(),
-            "device_idle": not (self.may_step and s.has_unfinished),
+            "device_idle": not (self.may_step and s.has_ready),
             "running": s.num_running,
             "waiting": s.num_waiting,
             "held": len(s.live) if not self.may_step else 0,
             **self.version(),
+            "model": self.config.model_name or self.config.model,
+            "revision": self.config.revision,
             "update": self.session.progress(time.monotonic()),
             "exact": self._exact(),
             "fingerprint": self.worker.fingerprint,
@@ -427,8 +460,8 @@ class EngineCore:
         theirs, ours = self.updates.trainer_fingerprint, self.worker.fingerprint
         if theirs is None:
             return "no (trainer numerics unknown)"
-        differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-        return f"no (trainer numerics differ in {', '.join(differing)})" if differing else "yes"
+        gap = difference(ours, theirs)
+        return f"no (engine and trainer differ in {gap})" if gap else "yes"
 
     def weight_digests(self) -> dict[str, Any]:
         """Digest of every tensor really held (recomputed from the live, packed form), by checkpoint name."""

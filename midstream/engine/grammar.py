@@ -1,16 +1,21 @@
 """Structured output: which tokens may come next, so that the text matches a JSON schema, a regex or a choice.
 
-A library (llguidance) keeps the parsers; it is imported, and its view of the tokenizer built, with the first request
-that asks. The tokenizer comes as the text of a ``tokenizer.json`` from the front end, which has one open anyway.
+A library (llguidance) keeps the parsers; it is imported, and its view of the tokenizer built, when the front end sends
+the text of a ``tokenizer.json``: with the first request that asks, or before a server serves if that file exists.
+Building it takes up to a second for a large vocabulary and holds the interpreter all the while. Compiling a grammar
+lets go of it, and takes anything from a millisecond to minutes: so that happens in threads, under a limit of size and
+time.
 
-Grammars are compiled and kept here in the core, beside the request: what may come next depends on every token made,
-and only here does the next step wait for nothing. ``Scheduler.update`` hands each its token in the order they are made.
+Grammars are kept here in the core, beside the request: what may come next depends on every token made, and only here
+does the next step wait for nothing. ``Scheduler.update`` hands each its token in the order they are made.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from midstream.errors import InvalidInput
@@ -18,6 +23,14 @@ from midstream.types import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+_LIMIT_S = 10.0
+"""From the request to its grammar, the wait for a thread included."""
+_NUM_THREADS = 2
+"""The library can not be interrupted: that many grammars that take for ever leave the next ones to their time limit."""
+
+_FUSE = '"decoder":{"type":"Sequence","decoders":[{"type":"ByteFallback"},{"type":"Fuse"}]}'
+Then = Callable[[list["Grammar"] | InvalidInput], None]
 
 
 class Grammar:
@@ -48,16 +61,23 @@ class Grammar:
     def _settle(self) -> bool:
         self.allowed = self._matcher.compute_bitmask()
         if self._matcher.is_error():  # the mask may be what found it
-            self.error = (self._matcher.get_error() or "unknown").split("\n<state>")[0].strip()
+            self.error = (self._matcher.get_error() or "unknown").split("\n<")[0].strip()
         elif not any(self.allowed):
             self.error = "no token of the vocabulary fits what must come next"
         return not self.error
 
 
 class GrammarCompiler:
-    """Makes grammars for one model's vocabulary. Every error is an ``InvalidInput``."""
+    """Makes grammars for one model's vocabulary. Every error is an ``InvalidInput``.
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    All but ``compile`` belongs to the core's thread. ``wake`` is called from another one, when there is something for
+    ``settle`` to do.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._pending: list[tuple[float, Future[list[Grammar]], Then]] = []
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
@@ -75,19 +95,56 @@ class GrammarCompiler:
         try:
             from llguidance import LLTokenizer
 
-            data = json.loads(text)
-            if data.get("decoder") == {"type": "Fuse"}:  # tokens stand for themselves: a case of what it knows
-                data["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
-            self._tokenizer = LLTokenizer(json.dumps(data), n_vocab=self._vocab_size, eos_token=self._eos)
+            if not text.startswith("{"):
+                raise ValueError("it is not a JSON object")
+            # tokens that stand for themselves: a case of what it knows
+            text = text.replace('"decoder":{"type":"Fuse"}', _FUSE)
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos)
         except Exception as error:  # the library's own kinds, and whatever a strange file provokes
             raise InvalidInput(f"structured outputs can not use this model's tokenizer: {error}") from error
 
-    def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """A grammar at its start; give each sample a copy."""
+    def start(self, wanted: StructuredOutputs, n: int, is_wanted: Callable[[], bool], then: Then) -> None:
+        """Compile in a thread; ``settle`` then calls ``then`` with n grammars at their start, or with why not.
+
+        ``is_wanted`` is asked when a thread is free. Raises what can be said at once.
+        """
         if self._tokenizer is None:
             raise InvalidInput("structured outputs need the tokenizer first: the front end sends it")
+
+        def work() -> list[Grammar]:
+            grammar = self.compile(wanted) if is_wanted() else None
+            return [grammar.copy() for _ in range(n)] if grammar else []
+
+        future = self._threads.submit(work)
+        self._pending.append((time.monotonic() + _LIMIT_S, future, then))
+        future.add_done_callback(lambda _: self._wake())
+
+    def settle(self) -> None:
+        """Between two steps: hand over what is done, and what is out of time."""
+        now = time.monotonic()
+        for entry in [e for e in self._pending if e[1].done() or now > e[0]]:
+            self._pending.remove(entry)
+            _, future, then = entry
+            if not future.done():
+                future.cancel()
+                then(InvalidInput(f"structured_outputs: not compiled within {_LIMIT_S:g} s: simplify it, or try later"))
+            elif isinstance(error := future.exception(), InvalidInput):
+                then(error)
+            elif error is not None:
+                then(InvalidInput(f"structured_outputs: {type(error).__name__}: {error}"))
+            else:
+                then(future.result())
+
+    def close(self) -> None:
+        """Compile no more; does not wait."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pending.clear()
+
+    def compile(self, wanted: StructuredOutputs) -> Grammar:
+        """A grammar at its start."""
         from llguidance import LLMatcher
 
+        assert self._tokenizer is not None
         try:
             if wanted.json is not None:
                 source = LLMatcher.grammar_from_json_schema(json.loads(wanted.json))

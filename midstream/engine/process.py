@@ -238,3 +238,6 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter would wait for a grammar's compilation, which nothing can stop

@@ -79,16 +79,22 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting)
+        """Those that are held until they are ready, too."""
+        return len(self.live) - len(self.running)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.live)
 
+    @property
+    def has_ready(self) -> bool:
+        """There is a request that a step may serve."""
+        return bool(self.running or self.waiting)
+
     # ---- requests come and go -------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue the n samples of one prompt, all or none.
+        """Queue the n samples of one prompt, all or none; those that are not ready once they are released.
 
         Raises ``InvalidInput`` for ids in use and for what could never run, however long it waited.
         """
@@ -97,8 +103,18 @@ class Scheduler:
             request.arrival = self._num_arrived
             self._num_arrived += 1
             self.live[request.request_id] = request
-            self._wait(request)
+            if request.is_ready:
+                self._wait(request)
         self._siblings[requests[0].parent_id] = list(requests)
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Live requests that were held are ready: to the others it is as if they arrived now."""
+        for request in requests:
+            request.is_ready = True
+            request.arrival = self._num_arrived
+            self._num_arrived += 1
+            self.live[request.request_id] = self.live.pop(request.request_id)
+            self._wait(request)
 
     def _check_admissible(self, requests: Sequence[Request]) -> None:
         if not requests:
@@ -377,23 +393,24 @@ class Scheduler:
         return True
 
     def oldest_has_progressed(self) -> bool:
-        """There is no live request, or the then first of those that run has sampled a token since the last commit.
+        """No request is ready to run, or the then first of those that run has sampled a token since the last commit.
 
         Whoever commits only when this holds lets that request, and so every request, come to its end.
         """
-        return self._oldest_has_progressed or not self.live
+        return self._oldest_has_progressed or not self.has_ready
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` with the reason unless all state agrees. Call between steps, not within one."""
         requests = list(self.live.values())
-        if sorted([*self.running, *self.waiting], key=lambda request: request.arrival) != requests:
-            raise AssertionError("running and waiting together are not the live requests, in order of arrival")
+        ready = [request for request in requests if request.is_ready]
+        if sorted([*self.running, *self.waiting], key=lambda request: request.arrival) != ready:
+            raise AssertionError("running and waiting together are not the ready requests, in order of arrival")
         if list(self.live) != [r.request_id for r in requests]:
             raise AssertionError("the table of live requests has a wrong name")
         for queue in (self.running if self._is_sorted else [], self.waiting):
             if sorted(queue, key=lambda request: request.place) != list(queue):
                 raise AssertionError("a queue is not in order of place")
-        if len({r.priority for r in requests}) < 2 and [*self.running, *self.waiting] != requests:
+        if len({r.priority for r in requests}) < 2 and [*self.running, *self.waiting] != ready:
             raise AssertionError("of equal priorities, a later arrival runs before an earlier one")
         if any(request.status is not RequestStatus.RUNNING for request in self.running):
             raise AssertionError("a request that does not run is among the running ones")

@@ -61,6 +61,7 @@ class WeightUpdates:
         if self.session.is_open:
             self._drop("the channel was initialised again")
         self._is_broken_off = False
+        self.trainer_fingerprint = None  # the trainer before this one is gone
         self._core.worker.transfer.interrupt()  # who waits on the old channel waits no longer
 
         def done(result: Done) -> None:

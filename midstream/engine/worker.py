@@ -56,11 +56,15 @@ class Worker:
             self.device = torch.empty(0, device=config.device).device
         except (RuntimeError, AssertionError) as error:
             raise InvalidInput(f"device {config.device!r} cannot be used here: {error}") from error
-        longest = min(checkpoint.config.max_position_embeddings, _DEFAULT_MAX_LEN)
+        size = config.block_size
+        self.num_blocks = config.num_blocks or max(
+            config.kv_cache_bytes // ModelRunner.block_bytes(checkpoint.config, self.dtype, size), 1
+        )
         if config.max_model_len is not None and config.max_model_len > checkpoint.config.max_position_embeddings:
             raise InvalidInput(
                 f"max_model_len {config.max_model_len} exceeds the model's {checkpoint.config.max_position_embeddings}"
             )
+        longest = min(checkpoint.config.max_position_embeddings, _DEFAULT_MAX_LEN, self.num_blocks * size)
         self.max_model_len = config.max_model_len or longest
         model = Llama(checkpoint.config, self.dtype, self.device)
         shapes = parameter_shapes(checkpoint.config)
@@ -73,10 +77,6 @@ class Worker:
             staging.put(name, tensor)
         self.weights: ModelWeights | None = staging.finalize(None)
         """None between a sleep that dropped them and the update that brings them back."""
-        size = config.block_size
-        self.num_blocks = config.num_blocks or max(
-            config.kv_cache_bytes // ModelRunner.block_bytes(checkpoint.config, self.dtype, size), 1
-        )
         self.runner = ModelRunner(model, self.dtype, self.device, self.num_blocks, size)
         self.transfer = worker_engines.lookup(config.weight_transfer_backend)(self.params, config.extra)
         self.disk = worker_engines.lookup("disk")(self.params, {})

@@ -14,6 +14,7 @@ from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
 from midstream.models.packed import Sequences, pack, sequence_logprobs
 from midstream.models.weights import assemble
+from midstream.ops.numerics import fingerprint
 from midstream.types import ParamMeta, SamplingParams
 from midstream.weights.packing import dtype_name
 
@@ -21,7 +22,7 @@ from midstream.weights.packing import dtype_name
 class Policy:
     """A trainable model. Masters are fp32 parameters; every forward runs on their cast to ``dtype``, the bytes sent.
 
-    It is a ``WeightSource``: the masters, announced in the engine's dtype; the sender casts while it copies.
+    It is a ``WeightSource`` with a fingerprint: the masters, announced in the engine's dtype; the sender casts.
     """
 
     def __init__(self, model: str | pathlib.Path, dtype: str = "auto", block_size: int = 16) -> None:
@@ -30,6 +31,7 @@ class Policy:
         self.config = checkpoint.config
         self.dtype = resolve_dtype(dtype, checkpoint.config)
         self.block_size = block_size
+        self.fingerprint = fingerprint(self.dtype, block_size)
         self.model = Llama(checkpoint.config, self.dtype)
         self.masters = {
             name: torch.nn.Parameter(tensor.float().clone()) for name, tensor in load_weights(checkpoint, self.dtype)

@@ -144,8 +144,9 @@ def _vllm_config(front: Frontend) -> dict[str, Any]:
     backend = config.weight_transfer_backend
     return {
         "model_config": {
-            "model": config.model,
-            "tokenizer": config.tokenizer or config.model,
+            "model": config.model_name or config.model,
+            "revision": config.revision,
+            "tokenizer": config.tokenizer or config.model_name or config.model,
             "served_model_name": list(front.names),
             "dtype": f"torch.{front.started['dtype']}",
             "max_model_len": front.max_model_len,

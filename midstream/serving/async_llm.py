@@ -29,6 +29,7 @@ from midstream.engine.process import (
     from_core_decoder,
 )
 from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire
+from midstream.models.hub import located
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
@@ -55,12 +56,12 @@ class _Stream:
 class AsyncLLM:
     """``async with AsyncLLM(model=…) as llm`` or ``llm = AsyncLLM(…); await llm.start()``; close with ``aclose()``.
 
-    Takes the fields of EngineConfig. Belongs to one event loop. If the core dies, every open stream and call raises
-    EngineDead, and so does every later one.
+    Takes the fields of EngineConfig; a model of the Hub is fetched here and now. Belongs to one event loop. If the
+    core dies, every open stream and call raises EngineDead, and so does every later one.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_options({"model": model, **options})
+        self.config = located(EngineConfig.from_options({"model": model, **options}))
         self.text = Text(self.config.tokenizer or self.config.model)
         self._process = EngineProcess(self.config)
         self._streams: dict[str, _Stream] = {}
@@ -158,9 +159,8 @@ class AsyncLLM:
         needs_text = params.detokenize or params.structured_outputs is not None or isinstance(prompt, (str, dict))
         if needs_text and self.text.exists and not self.text.is_loaded:
             await asyncio.to_thread(self.text.load)  # seconds where it imports transformers: not on this loop
-        if params.structured_outputs is not None and not self._core_has_tokenizer:
-            await self._call("load_grammar_tokenizer", text=await asyncio.to_thread(self.text.to_json))
-            self._core_has_tokenizer = True
+        if params.structured_outputs is not None:
+            await self.prepare_grammars()
         text, ids = prompt_ids(prompt, self.text)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         while (left := self._leaving.get(request_id)) is not None:
@@ -198,6 +198,13 @@ class AsyncLLM:
                 output = latest
         assert output is not None
         return output
+
+    async def prepare_grammars(self) -> None:
+        """Give the core its view of the tokenizer, for structured outputs. The first request that wants them does this
+        too; with a large vocabulary it then holds up the others' next step for up to a second."""
+        if not self._core_has_tokenizer:
+            await self._call("load_grammar_tokenizer", text=await asyncio.to_thread(self.text.to_json))
+            self._core_has_tokenizer = True
 
     def check_alive(self) -> None:
         """Raises EngineDead, or what else ended the engine, if it is gone."""

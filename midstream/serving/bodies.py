@@ -210,6 +210,7 @@ class TemplateFields(Body):
         if self.chat_template is not None and not settings.allows_request_chat_template:
             raise InvalidInput("chat_template in a request is off: start the server with --trust-request-chat-template")
         own = {"conversation", "tokenize", "chat_template", "tools", "return_dict", "return_tensors"}
+        own |= {"time_limit_s", "max_chars"}
         arguments = {k: v for k, v in (self.chat_template_kwargs or {}).items() if k not in own}
         for name in ("tools", "chat_template", "add_generation_prompt", "continue_final_message"):
             if getattr(self, name) is not None:

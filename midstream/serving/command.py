@@ -23,6 +23,7 @@ updates), for trainers that drive it while it generates. Flags have vLLM's names
 EPILOG = """\
 examples:
   midstream serve DIR                                    http://127.0.0.1:8000, control beside generation
+  midstream serve org/name --revision main               a model of the Hub: from the cache, or downloaded
   midstream serve DIR --dtype float32 --weight-transfer-config '{"backend": "nccl"}'
   midstream serve DIR --host 0.0.0.0 --api-key K --control-token T             every route behind a Bearer token
   midstream serve DIR --host 0.0.0.0 --control-host 10.0.0.5 --control-port 8001     control on a private address
@@ -33,6 +34,7 @@ examples:
 list of processes. Ctrl-C and SIGTERM end the server within seconds: requests end with what they have."""
 
 _ENGINE_FLAGS = {
+    "revision": "--revision",
     "dtype": "--dtype",
     "device": "--device",
     "tokenizer": "--tokenizer",
@@ -60,7 +62,10 @@ _SECRETS = {"api_key": "MIDSTREAM_API_KEY", "control_token": "MIDSTREAM_CONTROL_
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every flag of the command."""
     parser.add_argument(
-        "model", metavar="MODEL", help="a directory of safetensors in Hugging Face format, or a GGUF file"
+        "model",
+        metavar="MODEL",
+        help="a directory of safetensors in Hugging Face format, a GGUF file, or org/name on the Hugging Face Hub "
+        "(the cache, or a download)",
     )
     engine = parser.add_argument_group("engine")
     _add_flags(engine, EngineConfig, _ENGINE_FLAGS)
@@ -138,7 +143,10 @@ def run(arguments: argparse.Namespace) -> int:
     from midstream.serving.async_llm import AsyncLLM
     from midstream.serving.server import HTTPServer, memory_plan
 
+    print(f"midstream: loading {options['model']} …", flush=True)
     llm = AsyncLLM(**options)
+    name = llm.config.model_name
+    model = f"{name} at {llm.config.revision}, in {llm.config.model}" if name else llm.config.model
     server = HTTPServer(llm, settings)
 
     def ready(status: dict[str, Any]) -> None:
@@ -147,12 +155,11 @@ def run(arguments: argparse.Namespace) -> int:
         if settings.has_control_address:
             control = f"on {server.control_url}, {'behind --control-token' if settings.control_token else 'open'}"
         print(f"midstream: serving {server.front.names[0]} on {server.url}")
-        print(f"  model    {llm.config.model}, weight version {status['version']!r} ({status['weights_id'][:12]})")
+        print(f"  model    {model}, weight version {status['version']!r} ({status['weights_id'][:12]})")
         print(f"  memory   {memory_plan(llm, status)}")
         print(f"  routes   generation {generation}; control {control}; weights by {llm.config.weight_transfer_backend}")
         print("  Ctrl-C ends it", flush=True)
 
-    print(f"midstream: loading {llm.config.model} …", flush=True)
     asyncio.run(server.run(ready))
     print("midstream: ended; every request was answered", flush=True)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from midstream.types import SamplingParams
 
 T = TypeVar("T")
 _MAX_KEY = 512
+_TEMPLATE_S = 2.0
+"""For one rendering of a chat template that came with a request; everyone else's text waits."""
 
 
 class Frontend:
@@ -31,7 +34,7 @@ class Frontend:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.jobs = Jobs(llm, settings, self.metrics)
-        given = llm.config.model
+        given = llm.config.model_name or llm.config.model
         self.names = settings.served_model_name or (given,)
         self._known = {*self.names, given, os.path.abspath(os.path.expanduser(given))}
         self.started: dict[str, Any] = {}
@@ -45,6 +48,9 @@ class Frontend:
 
     async def start(self) -> None:
         self.started = await self.llm.start()
+        if self.llm.text.is_quick:  # now, while no request can be held up by it
+            with contextlib.suppress(Exception):  # whoever asks for text or structured outputs is told
+                await self.llm.prepare_grammars()
 
     async def close(self) -> None:
         await self.jobs.close()
@@ -79,6 +85,8 @@ class Frontend:
         return await self.beside(lambda: self.llm.text.encode(text, add_special_tokens))
 
     async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+        if arguments.get("chat_template"):
+            arguments = {**arguments, "time_limit_s": _TEMPLATE_S, "max_chars": self.settings.max_body_bytes}
         return await self.beside(lambda: self.llm.text.apply_chat_template(messages, **arguments))
 
     # -- jobs --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
 from midstream.errors import Conflict, InvalidInput, MidstreamError, TimedOut
+from midstream.models.hub import located
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
@@ -26,12 +27,12 @@ _VERB_TIMEOUT_S = 300.0
 class LLM:
     """An engine without a server or a second process: for scripts, evaluation and tests.
 
-    ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig. Threads may share it: whoever waits for an answer runs
-    the turns, one at a time, and hands everyone what is theirs.
+    ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig; a model of the Hub is fetched first. Threads may share
+    it: whoever waits for an answer runs the turns, one at a time, and hands everyone what is theirs.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_options({"model": model, **options})
+        self.config = located(EngineConfig.from_options({"model": model, **options}))
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
         self._turn = threading.Event()
@@ -55,10 +56,10 @@ class LLM:
         """Complete every prompt; outputs in the order of the prompts.
 
         ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
-        weights midstream. A refused prompt raises before any of the others has run. In an abort or wait pause this
-        raises EnginePaused, in a keep pause, or where ``on_step`` leaves the engine paused, Conflict. ``use_tqdm``
-        (vLLM's name): a progress bar where the output is a terminal and there is more than one prompt. ``priority``:
-        one for each prompt, a lower number is more urgent.
+        weights midstream. A refused prompt raises before any of the others has run, a grammar that does not compile
+        as soon as that is known. In an abort or wait pause this raises EnginePaused, in a keep pause, or where
+        ``on_step`` leaves the engine paused, Conflict. ``use_tqdm`` (vLLM's name): a progress bar where the output is
+        a terminal and there is more than one prompt. ``priority``: one for each prompt, a lower number is more urgent.
         """
         if isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = cast(list[Prompt], [prompts])

@@ -44,7 +44,9 @@ class ServerSettings:
     heartbeat_s: float = 1.0
     """A stream that has nothing to say for this long gets a comment line."""
     trust_request_chat_template: bool | None = None
-    """Whether a request may bring a chat template of its own; by default only on a loopback address."""
+    """Whether a request may bring a chat template of its own; by default only on a loopback address. A template is a
+    program: it reaches nothing but the messages, and its loops end after 2 s, but one huge computation in it can stall
+    or kill the server."""
     shutdown_s: float = 2.0
     """At the end: how long answers may take to leave."""
 

@@ -5,7 +5,11 @@ Ids are never re-encoded: text is decoded once, increment by increment.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from midstream.errors import InvalidInput
@@ -25,6 +29,11 @@ class Text:
         """Whether there is a tokenizer at all; an engine without one speaks token ids."""
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
         return self._source.is_file() or any((self._source / name).is_file() for name in names)
+
+    @property
+    def is_quick(self) -> bool:
+        """Loading takes less than a second: there is a tokenizer.json. A GGUF file's tokenizer takes many."""
+        return (self._source / "tokenizer.json").is_file()
 
     @property
     def is_loaded(self) -> bool:
@@ -52,13 +61,24 @@ class Text:
         """One id as text, special tokens included."""
         return str(self._backend().decode([token_id], skip_special_tokens=False))
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: Any) -> list[int]:
-        """Messages → prompt ids, ready for the assistant's turn."""
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, str]],
+        time_limit_s: float | None = None,
+        max_chars: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Messages → prompt ids, ready for the assistant's turn. The two limits are for a template of a stranger's."""
         tokenizer = self.tokenizer()
         if not (kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise InvalidInput(f"the tokenizer at {self._source} has no chat template: give prompts, not messages")
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **kwargs})
+            with time_limit(time_limit_s) if time_limit_s else contextlib.nullcontext():
+                text = tokenizer.apply_chat_template(
+                    messages, tokenize=False, **{"add_generation_prompt": True, **kwargs}
+                )
+            if max_chars is not None and len(text) > max_chars:
+                raise InvalidInput(f"it makes {len(text)} characters, over the limit of {max_chars}")
         except Exception as error:  # the template is a program of the model's authors: it may raise anything
             raise InvalidInput(f"the chat template can not show these messages: {error}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -79,14 +99,32 @@ class Text:
 
     def _backend(self) -> Any:
         if self._fast is None:
-            file = self._source / "tokenizer.json"
-            if self._full is None and self._source.is_dir() and file.is_file():
+            if self._full is None and self.is_quick:
                 from tokenizers import Tokenizer
 
-                self._fast = Tokenizer.from_file(str(file))
+                self._fast = Tokenizer.from_file(str(self._source / "tokenizer.json"))
             else:
                 self._fast = self.tokenizer().backend_tokenizer
         return self._fast
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError out of Python code of this thread that runs for longer. Looks at the clock between its lines,
+    so a loop ends in time and one long operation of the interpreter does not."""
+    end = time.monotonic() + seconds
+
+    def look(*_: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError(f"it ran for more than {seconds:g} s")
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class Detokenizer:

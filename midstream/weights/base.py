@@ -39,7 +39,7 @@ class WeightTransferClient(Protocol):
     """
 
     def init_weight_transfer_engine(self, request: dict[str, Any], /) -> dict[str, Any]:
-        """``{"init_info": {...}}`` → the worker half's reply."""
+        """``{"init_info": {...}}``, and ``"fingerprint"`` if the trainer knows its own → the worker half's reply."""
 
     def start_weight_update(
         self, *, manifest: dict[str, Any] | None = None, mode: UpdateMode = "full", cast: CastPolicy = "deny"
@@ -145,6 +145,13 @@ class TrainerWeightTransferEngine(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Let go of the channel. May be called twice."""
+
+
+def init_request(init_info: dict[str, Any], source: WeightSource) -> dict[str, Any]:
+    """What a trainer half asks ``init_weight_transfer_engine`` with: the source's ``fingerprint``, if it has one,
+    tells the engine in which numerics the trainer computes."""
+    fingerprint = getattr(source, "fingerprint", None)
+    return {"init_info": init_info} | ({} if fingerprint is None else {"fingerprint": fingerprint})
 
 
 def parse_info(cls: type[T], data: Mapping[str, Any]) -> T:

@@ -26,6 +26,7 @@ from midstream.weights.base import (
     WeightSource,
     WeightTransferClient,
     WeightTransferEngine,
+    init_request,
     parse_info,
 )
 from midstream.weights.source import paired
@@ -122,7 +123,7 @@ class DiskTrainerWeightTransferEngine(TrainerWeightTransferEngine):
     @classmethod
     def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
         info = parse_info(DiskTrainerInitInfo, init_info)
-        client.init_weight_transfer_engine({"init_info": {}})
+        client.init_weight_transfer_engine(init_request({}, source))
         return cls(client, source, info)
 
     def transfer(self, session_id: str) -> None:

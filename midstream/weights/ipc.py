@@ -32,6 +32,7 @@ from midstream.weights.base import (
     WeightSource,
     WeightTransferClient,
     WeightTransferEngine,
+    init_request,
     parse_info,
 )
 from midstream.weights.session import is_shape
@@ -271,7 +272,7 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         sizes = [packing.aligned(packing.num_bytes(meta)) for meta in source.metadata()]
         wanted = max(min(info.packed_buffer_size_bytes, sum(sizes)), *sizes, packing.ALIGNMENT)
         worker_info = {"packed_buffer_size_bytes": wanted}
-        reply = client.init_weight_transfer_engine({"init_info": worker_info})
+        reply = client.init_weight_transfer_engine(init_request(worker_info, source))
         if "buffers" not in reply:
             raise InvalidInput(f"the engine's weight_transfer_backend is not 'ipc': its reply has {sorted(reply)}")
         buffers = [SharedBuffer.open(entry["path"], list(entry["identity"])) for entry in reply["buffers"]]

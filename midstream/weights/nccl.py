@@ -34,6 +34,7 @@ from midstream.weights.base import (
     WeightSource,
     WeightTransferClient,
     WeightTransferEngine,
+    init_request,
     parse_info,
 )
 from midstream.weights.session import is_shape
@@ -296,7 +297,7 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
                 "packed": info.packed,
                 "timeout_s": info.timeout_s,
             }
-            reply = executor.submit(client.init_weight_transfer_engine, {"init_info": worker_info})
+            reply = executor.submit(client.init_weight_transfer_engine, init_request(worker_info, source))
             deadline = time.monotonic() + info.timeout_s
             while len(connections) < info.world_size - 1:
                 if reply.done() and reply.exception() is not None:

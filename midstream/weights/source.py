@@ -19,6 +19,9 @@ class WeightSource(Protocol):
     ``metadata`` says in which dtype each tensor is to be sent; iterating gives (name, tensor) in the same order, a
     fresh pass each time. A tensor may come in another floating dtype (an fp32 master for a bf16 engine): whoever
     sends it casts while copying, so that no second copy of the model is made.
+
+    A source whose trainer computes log-probabilities with this package's forward has an attribute ``fingerprint`` too
+    (``ops.numerics.fingerprint``); only then can the engine say whether the two sides are exact.
     """
 
     def metadata(self) -> list[ParamMeta]: ...
