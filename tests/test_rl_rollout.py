@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fakes_rl import FakeEngineClient, LetterTokenizer, SuccessorTask
 from midstream.errors import Conflict, EngineDead, MidstreamError, TimedOut
-from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Completion, Problem
 from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
 from midstream.rl.sampler import Sampler
-from midstream.rl.types import eval_seed, group_seed
-from midstream.types import RequestOutput, SamplingParams, WeightVersion, child_seed
+from midstream.rl.types import derive_seed
+from midstream.types import RequestOutput, WeightVersion, child_seed
+from test_rl_trainer import config
 
 
 class MixedReward(SuccessorTask):
@@ -39,23 +38,21 @@ def engine() -> Iterator[EngineThread]:
     thread.close()
 
 
-def sampler(client: FakeEngineClient, **values: Any) -> Sampler:
+def sampler(client: FakeEngineClient, task: SuccessorTask | None = None, **values: Any) -> Sampler:
     client.version = WeightVersion(1, "0")
-    params = SamplingParams(n=3, max_tokens=4)
-    return replace(Sampler(client, MixedReward(), params, run_seed=5), **values)  # type: ignore[arg-type]
+    values = {"groups_per_step": 2, "samples_per_group": 3, "max_staleness": 0, "seed": 5, **values}
+    return Sampler(client, task or MixedReward(), config(**values))  # type: ignore[arg-type]
 
 
-def source(kind: str, rollouts: Sampler, engine: EngineThread, staleness: int = 0) -> GroupSource:
-    if kind == "sync":
-        return SyncRollouts(rollouts, 2, engine)
-    return RolloutWorker(rollouts, RolloutBuffer(2, staleness), engine)
+def source(kind: str, rollouts: Sampler, engine: EngineThread) -> GroupSource:
+    return (SyncRollouts if kind == "sync" else RolloutWorker)(rollouts, engine)
 
 
 def test_a_group_is_one_request_with_its_own_seed(engine: EngineThread) -> None:
     rollouts = sampler(FakeEngineClient())
     group = engine.run(rollouts.group(7), 5.0, "group")
     assert [r.index for r in group.rollouts] == [0, 1, 2]
-    assert [r.seed for r in group.rollouts] == [child_seed(group_seed(5, 7), k) for k in range(3)]
+    assert [r.seed for r in group.rollouts] == [child_seed(derive_seed(5, "group", 7), k) for k in range(3)]
     assert group.rollouts[0].prompt_token_ids == rollouts.task.problem("train", 7).prompt_token_ids
     again = engine.run(rollouts.group(7), 5.0, "group")
     assert [r.output_token_ids for r in again.rollouts] == [r.output_token_ids for r in group.rollouts]
@@ -64,19 +61,18 @@ def test_a_group_is_one_request_with_its_own_seed(engine: EngineThread) -> None:
 def test_evaluation_has_seeds_of_its_own(engine: EngineThread) -> None:
     rollouts = sampler(FakeEngineClient())
     problems = [rollouts.task.problem("heldout", i) for i in range(4)]
-    result = engine.run(rollouts.evaluate(problems, 1.0, "eval"), 5.0, "evaluation")
-    assert [r.seed for r in result.rollouts] == [eval_seed(5, i) for i in range(4)]
-    assert [r.prompt_token_ids for r in result.rollouts] == [p.prompt_token_ids for p in problems]
-    assert result.num_problems == 4 and result.accuracy == 1.0
+    sampled = engine.run(rollouts.evaluate(problems, 1.0, "eval"), 5.0, "evaluation")
+    assert [r.seed for r in sampled] == [derive_seed(5, "eval", i) for i in range(4)]
+    assert [r.prompt_token_ids for r in sampled] == [p.prompt_token_ids for p in problems]
+    assert all(r.reward >= 1.0 and r.params.temperature == 1.0 for r in sampled)
     greedy = engine.run(rollouts.evaluate(problems, 0.0, "greedy"), 5.0, "evaluation")
-    assert all(p < 0.0 for r in greedy.rollouts for p in r.logprobs), "the raw one: the processed one is always 0"
+    assert all(p < 0.0 for r in greedy for p in r.logprobs), "the raw one: the processed one is always 0"
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_steps_follow_each_other(engine: EngineThread, kind: str) -> None:
     client = FakeEngineClient()
     groups = source(kind, sampler(client), engine)
-    groups.start()
     for step in range(3):
         taken = groups.take(5.0)
         assert taken.step == step and [g.index for g in taken.groups] == [2 * step, 2 * step + 1]
@@ -85,13 +81,11 @@ def test_steps_follow_each_other(engine: EngineThread, kind: str) -> None:
     groups.close()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_without_a_release_there_is_no_next_step(engine: EngineThread, kind: str) -> None:
+def test_without_a_release_there_is_no_next_step(engine: EngineThread) -> None:
     client = FakeEngineClient()
-    groups = source(kind, sampler(client), engine)
-    groups.start()
+    groups = source("async", sampler(client), engine)
     groups.take(5.0)
-    with pytest.raises(TimedOut, match="step 0 was not released|step 1 has 0 of 2 useful groups"):
+    with pytest.raises(TimedOut, match="step 1 has 0 of 2 useful groups"):
         groups.take(0.05)
     assert client.requests == ["group-0", "group-1"]
     groups.close()
@@ -104,16 +98,13 @@ def test_an_engine_that_dies_is_heard_of_in_take(engine: EngineThread, kind: str
             raise EngineDead("the engine process ended")
 
     groups = source(kind, sampler(Dies()), engine)
-    groups.start()
     with pytest.raises(EngineDead):
         groups.take(5.0)
     groups.close()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_an_error_from_outside_is_heard_of_in_take(engine: EngineThread, kind: str) -> None:
-    groups = source(kind, sampler(FakeEngineClient()), engine)
-    groups.start()
+def test_an_error_from_outside_is_heard_of_in_take(engine: EngineThread) -> None:
+    groups = source("async", sampler(FakeEngineClient()), engine)
     groups.take(5.0)
     groups.fail(MidstreamError("the update failed"))
     with pytest.raises(MidstreamError, match="the update failed"):
@@ -130,7 +121,6 @@ def test_a_request_that_never_ends_is_a_time_out(engine: EngineThread, kind: str
 
     client.hold = hold
     groups = source(kind, sampler(client, group_timeout_s=0.05), engine)
-    groups.start()
     with pytest.raises(TimedOut, match="group-[01] was not generated and scored within 0.05 s"):
         groups.take(5.0)
     groups.close()
@@ -147,8 +137,7 @@ def test_a_run_that_has_nothing_to_learn_from_says_so(
         async def reward(self, problem: Problem, completion: Completion) -> float:
             return 0.5 if problem.index < 200 else await super().reward(problem, completion)
 
-    groups = source(kind, sampler(FakeEngineClient(), task=Learns()), engine)
-    groups.start()
+    groups = source(kind, sampler(FakeEngineClient(), Learns()), engine)
     assert len(groups.take(20.0).groups) == 2
     groups.close()
     said = [record.getMessage() for record in caplog.records]
@@ -167,8 +156,7 @@ def test_closing_ends_what_is_in_flight(engine: EngineThread) -> None:
             await held.wait()
 
     client.hold = hold
-    worker = RolloutWorker(sampler(client), RolloutBuffer(2, 1), engine)
-    worker.start()
+    worker = RolloutWorker(sampler(client, max_staleness=1), engine)
     with pytest.raises(TimedOut, match="3 in flight .lowest 0."):
         worker.take(0.2)
     assert [g.index for g in worker.close()] == [1]

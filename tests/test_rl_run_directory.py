@@ -23,7 +23,7 @@ def test_logprobs_keep_their_bits() -> None:
 
 def test_a_version_is_kept_with_its_name(tmp_path: Path) -> None:
     files, policy = RunDirectory(tmp_path / "run"), TablePolicy()
-    files.save_version(UpdateRecord(3, 4, "abc", 1, 1, 0.0, 1.0, 0.0, 0.0), policy.source())
+    files.save_version(UpdateRecord(3, 4, "abc", 1, 1, 0.0, 1.0, 0.0, 0.0), policy)
     with safe_open(tmp_path / "run" / "versions" / "4.safetensors", "pt") as file:
         assert file.metadata() == {"weights_id": "abc", "label": "3", "number": "4"}
         assert file.get_tensor("table").equal(policy.table.detach())

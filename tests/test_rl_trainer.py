@@ -71,10 +71,10 @@ def a_run(
     engine = EngineThread()
     policy = TablePolicy()
     try:
-        transfer = FakeTransfer(SyncClient(client, engine, 10.0), policy.source(), fail_at=fail_update)  # type: ignore[arg-type]
+        transfer = FakeTransfer(SyncClient(client, engine, 10.0), policy, fail_at=fail_update)
         trainer = AsyncTrainer(
             cfg,
-            policy=policy,
+            policy=policy,  # type: ignore[arg-type]
             client=client,  # type: ignore[arg-type]
             engine=engine,
             transfer=transfer,
@@ -192,8 +192,7 @@ def test_requests_cross_updates_and_every_token_knows_its_version(tmp_path: Path
         stored = logprobs_from_bits(line["logprobs"])
         for number, start, end in line["spans"]:
             policy.load_state({"table": tables[number]})
-            params = run.trainer._params
-            again = policy.logprobs([(line["prompt"], [line["output"]])], params).tolist()
+            again = policy.logprobs([(line["prompt"], [line["output"]])], cfg.sampling).tolist()
             assert again[start:end] == stored[start:end]
             checked += end - start
     assert checked == run.summary["tokens"]

@@ -17,7 +17,6 @@ from fakes_rl import EOS, FakeEngineClient, LetterTokenizer, SuccessorTask, Tabl
 from midstream import AsyncLLM
 from midstream.cli import QUICKSTART, TaskText
 from midstream.errors import InvalidInput, RewardError, TimedOut
-from midstream.rl.advantage import build_batch
 from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Completion, Problem, user_turn
 from midstream.rl.policy import Policy
@@ -25,7 +24,7 @@ from midstream.rl.sampler import Sampler
 from midstream.rl.tasks import TextTask
 from midstream.rl.types import MicroBatch, RolloutGroup
 from midstream.serving.text import Text
-from midstream.types import SamplingParams, WeightVersion, child_seed
+from midstream.types import WeightVersion, child_seed
 from test_rl_trainer import a_run, config, consumed, train
 
 MODEL = str(QUICKSTART.parent)
@@ -61,8 +60,9 @@ def group(engine: EngineThread, task: Any, client: FakeEngineClient | None = Non
     client = client or FakeEngineClient()
     client.version = WeightVersion(1, "0")
     client.table = TablePolicy().table.detach()
-    values = {"params": SamplingParams(n=8, max_tokens=12), "run_seed": 5, **values}
-    return engine.run(Sampler(client, task, **values).group(0), 5.0, "group")  # type: ignore[arg-type]
+    room = values.pop("max_model_len", None)
+    cfg = config(**{"samples_per_group": 8, "max_tokens": 12, "seed": 5, **values})
+    return engine.run(Sampler(client, task, cfg, room).group(0), 5.0, "group")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -94,7 +94,6 @@ def test_case_102_the_next_turns_prompt_is_all_ids_so_far_and_the_replys(engine:
         assert len(r.logprobs) == len(r.policy_versions) == len(r.sampled) <= 12
         assert r.reward - 0.25 * len(borders) in (0.0, 1.0), "the reward sees the turns before the last"
     assert turns > 4 and client.requests.count("group-0") == 1, "the first turn is one request of n samples"
-    assert found.num_tokens == sum(len(r.logprobs) for r in found.rollouts)
 
 
 def test_what_ends_an_episode_is_its_finish_reason(engine: EngineThread) -> None:
@@ -103,7 +102,7 @@ def test_what_ends_an_episode_is_its_finish_reason(engine: EngineThread) -> None
     assert all(r.finish_reason == "length" or r.output_token_ids[-1] == EOS for r in whole)
     first = [r.spans[0].end for r in whole]
     room = len(whole[0].prompt_token_ids) + min(first) + 4
-    for values in ({"params": SamplingParams(n=8, max_tokens=min(first))}, {"max_model_len": room}):
+    for values in ({"max_tokens": min(first)}, {"max_model_len": room}):
         short = group(engine, Replies(ask, 3), **values).rollouts
         assert all(r.finish_reason == "length" for r in short), "no room, for this turn or for the next one"
         ended = [(a, b) for a, b in zip(short, whole, strict=True) if b.spans[0].end == min(first)]
@@ -115,8 +114,7 @@ def test_what_ends_an_episode_is_its_finish_reason(engine: EngineThread) -> None
 
 
 def test_the_budget_is_for_all_turns_together_and_the_punishment_for_it(engine: EngineThread) -> None:
-    params = SamplingParams(n=8, max_tokens=5)
-    found = group(engine, Replies(ask, 9), params=params, overlong_buffer_tokens=5).rollouts
+    found = group(engine, Replies(ask, 9), max_tokens=5, overlong_buffer_tokens=5).rollouts
     assert max(len(r.logprobs) for r in found) == 5 < max(len(r.output_token_ids) for r in found)
     assert all(r.penalty == -len(r.logprobs) / 5 for r in found)
 
@@ -188,7 +186,7 @@ def test_every_token_of_every_turn_is_exact_whatever_version_made_it(tmp_path: P
         stored = logprobs_from_bits(line["logprobs"])
         for number, start, end in line["spans"]:
             policy.load_state({"table": tables[number]})
-            again = policy.logprobs([(line["prompt"], [line["output"]])], run.trainer._params).tolist()
+            again = policy.logprobs([(line["prompt"], [line["output"]])], cfg.sampling).tolist()
             assert again[start:end] == stored[: end - start]
             stored = stored[end - start :]
             checked += end - start
@@ -228,13 +226,12 @@ def test_the_loss_does_not_depend_on_the_environments_tokens(
                 policy.places += [at + i for i in sorted(outside)] if disturb else []
                 at += len(rollout.output_token_ids)
             assert bool(policy.places) == disturb
-            loss, stats, fresh, exact = run.trainer._loss(batch)
+            loss, sums, fresh, exact = run.trainer._loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
-            assert stats.num_tokens == sum(len(r.logprobs) for r in batch.rollouts) == fresh == exact
-            results.append((loss.item(), policy.table.grad, stats))
+            assert sum(len(r.logprobs) for r in batch.rollouts) == fresh == exact
+            results.append((loss.item(), policy.table.grad, sums))
     assert results[0][0] == results[1][0] and results[0][2] == results[1][2]
     assert torch.equal(results[0][1], results[1][1]) and results[0][1].abs().sum() > 0
-    assert build_batch(0, [found], 4096).num_tokens == found.num_tokens < sum(len(r.output_token_ids) for r in rollouts)
 
 
 # -- against the engine and the trainer's model ------------------------------------------------------------------------
@@ -261,8 +258,9 @@ def test_a_later_turn_is_what_one_request_with_all_of_it_as_its_prompt_gives(eng
         status = engine.run(llm.start(), 120, "starting the engine")
         policy = Policy(MODEL)
         task = Reversals(TaskText(llm.text, policy.config.eos_token_ids), 0)
-        params = SamplingParams(n=6, max_tokens=40, temperature=1.3, top_k=12, logprobs_mode="processed_logprobs")
-        sampler = Sampler(llm, task, params, run_seed=3, max_model_len=status["max_model_len"])
+        cfg = config(samples_per_group=6, max_tokens=40, temperature=1.3, top_k=12, seed=3)
+        params = cfg.sampling
+        sampler = Sampler(llm, task, cfg, max_model_len=status["max_model_len"])
         engine.run(llm.update_weight_version("0"), 20, "naming the version")
         rollouts = engine.run(sampler.group(0), 60, "group").rollouts
         later = 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from midstream.errors import InvalidInput
-from midstream.rl.types import MicroBatch, Rollout, derive_seed, eval_seed, group_seed
+from midstream.rl.types import MicroBatch, Rollout, RolloutGroup, derive_seed
 from midstream.types import MAX_SEED, WeightVersionSpan
 
 
@@ -36,7 +36,7 @@ def episode(spans: list[tuple[str, int, int]], length: int = 7, count: int | Non
 def test_versions_are_read_from_the_spans() -> None:
     r = rollout(length=5, spans=[("3", 0, 2), ("4", 2, 3), ("6", 3, 5)])
     assert r.policy_versions == [3, 3, 4, 6, 6]
-    assert r.oldest_version == 3
+    assert RolloutGroup(0, [rollout(spans=[("5", 0, 3)]), r]).oldest_version == 3
     assert r.spans_versions and not rollout().spans_versions
 
 
@@ -60,15 +60,15 @@ def test_tokens_between_two_spans_are_the_environments() -> None:
 
 def test_a_foreign_label_is_an_error_that_says_so() -> None:
     with pytest.raises(InvalidInput, match="'mine'"):
-        _ = rollout(spans=[("mine", 0, 3)]).oldest_version
+        _ = rollout(spans=[("mine", 0, 3)]).policy_versions
 
 
 def test_seeds_are_a_function_of_run_purpose_and_index() -> None:
-    seeds = {f(run, i) for f in (group_seed, eval_seed) for run in range(20) for i in range(50)}
+    seeds = {derive_seed(run, purpose, i) for purpose in ("group", "eval") for run in range(20) for i in range(50)}
     assert len(seeds) == 2 * 20 * 50
     assert all(0 <= s <= MAX_SEED for s in seeds)
-    assert group_seed(7, 3) == derive_seed(7, "group", 3) == group_seed(7, 3)
-    assert group_seed(0, 0) == 2730335260483587038  # pinned: an old run must stay reproducible
+    assert derive_seed(7, "group", 3) == derive_seed(7, "group", 3)
+    assert derive_seed(0, "group", 0) == 2730335260483587038  # pinned: an old run must stay reproducible
 
 
 def test_neighbours_of_a_group_share_their_prompt() -> None:

@@ -27,7 +27,7 @@ def test_each_trainer_half_tells_its_source_s_numerics(backend: str, tmp_path: p
     info: dict[str, Any] = {"directory": str(tmp_path)} if backend == "disk" else {}
     with LLM(str(MODEL), dtype="float32", weight_transfer_backend=backend, num_blocks=64) as llm:
         assert llm.status()["exact"] == UNKNOWN
-        same = Policy(MODEL, "float32", llm.config.block_size).source()
+        same = Policy(MODEL, "float32", llm.config.block_size)
         foreign = DictSource({name: tensor for name, tensor in same})
         numerics = llm.status()["fingerprint"]
         other = {**numerics, "torch": "2.12.0", "isa": "AVX2", "attention": "reference"}
@@ -35,8 +35,8 @@ def test_each_trainer_half_tells_its_source_s_numerics(backend: str, tmp_path: p
         sources: list[tuple[Any, str]] = [
             (same, "yes"),
             (foreign, UNKNOWN),
-            (Policy(MODEL, "bfloat16", 16).source(), "no (engine and trainer differ in dtype: float32 / bfloat16)"),
-            (Policy(MODEL, "float32", 32).source(), "no (engine and trainer differ in block_size: 16 / 32)"),
+            (Policy(MODEL, "bfloat16", 16), "no (engine and trainer differ in dtype: float32 / bfloat16)"),
+            (Policy(MODEL, "float32", 32), "no (engine and trainer differ in block_size: 16 / 32)"),
         ]
         for source, said in sources:
             trainer = half.trainer_init(info, client=llm, source=source)
@@ -52,7 +52,7 @@ def test_each_trainer_half_tells_its_source_s_numerics(backend: str, tmp_path: p
 
 def test_a_channel_that_was_opened_anew_knows_nothing_of_the_trainer_before() -> None:
     with LLM(str(MODEL), num_blocks=64) as llm:
-        same = Policy(MODEL).source()
+        same = Policy(MODEL)
         trainer = trainer_engines.lookup("ipc").trainer_init({}, client=llm, source=same)
         assert llm.status()["exact"] == "yes"
         with pytest.raises(Exception, match="packed_buffer_size_bytes"):
@@ -65,7 +65,7 @@ def test_a_channel_that_was_opened_anew_knows_nothing_of_the_trainer_before() ->
 
 def test_over_http_our_own_trainer_is_exact_and_a_foreign_one_unknown() -> None:
     policy = Policy(MODEL)
-    assert policy.source().fingerprint == fingerprint(policy.dtype, policy.block_size)
+    assert policy.fingerprint == fingerprint(policy.dtype, policy.block_size)
     with served(engine={**OPTIONS, "weight_transfer_backend": "nccl"}) as server:
         loop = EngineThread()
         try:
@@ -74,7 +74,7 @@ def test_over_http_our_own_trainer_is_exact_and_a_foreign_one_unknown() -> None:
                 return HTTPClient(server.url)
 
             client = loop.run(connect(), 10, "connect")
-            for source, said in ((policy.source(), "yes"), (DictSource(dict(policy.source())), UNKNOWN)):
+            for source, said in ((policy, "yes"), (DictSource(dict(policy)), UNKNOWN)):
                 transfer = open_transfer("nccl", client, loop, source, timeout_s=20)
                 transfer.send_weights("v1")
                 assert server.status()["exact"] == said

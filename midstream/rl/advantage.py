@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from midstream.errors import InvalidInput
-from midstream.rl.types import MicroBatch, Rollout, RolloutGroup, TrainBatch
+from midstream.rl.types import MicroBatch, RolloutGroup
 
 EPSILON = 1e-6
 """Keeps the scale finite when all rewards are equal; the advantages are then exactly 0."""
@@ -37,15 +36,13 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, facto
     0 up to ``max_tokens - buffer_tokens``, then falling linearly to ``-factor`` at ``max_tokens``, and ``-factor``
     beyond. A ``buffer_tokens`` of 0 switches it off.
     """
-    if not 0 <= buffer_tokens <= max_tokens:
-        raise InvalidInput(f"overlong buffer must be between 0 and max_tokens {max_tokens}, got {buffer_tokens}")
     if buffer_tokens == 0:
         return 0.0
     over = num_tokens - (max_tokens - buffer_tokens)
     return -factor * min(max(over / buffer_tokens, 0.0), 1.0)
 
 
-def build_batch(step: int, groups: Sequence[RolloutGroup], max_micro_batch_tokens: int) -> TrainBatch:
+def build_batch(groups: Sequence[RolloutGroup], max_micro_batch_tokens: int) -> list[MicroBatch]:
     """Advantages for every rollout, and the cut into micro-batches.
 
     Rollouts stay in order (g, then index), whatever the order they finished in, and a micro-batch is closed before the
@@ -54,21 +51,14 @@ def build_batch(step: int, groups: Sequence[RolloutGroup], max_micro_batch_token
     the groups.
     """
     micro_batches: list[MicroBatch] = []
-    rollouts: list[Rollout] = []
-    advantages: list[float] = []
-    size, last_group = 0, -1
+    size = 0
     for group in groups:
-        for rollout, advantage in zip(group.rollouts, group_advantages(group.rewards), strict=True):
+        for k, (rollout, advantage) in enumerate(zip(group.rollouts, group_advantages(group.rewards), strict=True)):
             prompt, output = len(rollout.prompt_token_ids), len(rollout.output_token_ids)
-            cost = output + (prompt if rollout.group != last_group else 0)
-            if rollouts and size + cost > max_micro_batch_tokens:
-                micro_batches.append(MicroBatch(rollouts, advantages))
-                rollouts, advantages, size = [], [], 0
-                cost = output + prompt
-            rollouts.append(rollout)
-            advantages.append(advantage)
-            size += cost
-            last_group = rollout.group
-    if rollouts:
-        micro_batches.append(MicroBatch(rollouts, advantages))
-    return TrainBatch(step, micro_batches, sum(group.num_tokens for group in groups))
+            size += output if k else prompt + output
+            if not micro_batches or size > max_micro_batch_tokens:
+                micro_batches.append(MicroBatch([], []))
+                size = prompt + output
+            micro_batches[-1].rollouts.append(rollout)
+            micro_batches[-1].advantages.append(advantage)
+    return micro_batches

@@ -36,48 +36,33 @@ that sampling G groups, waiting for all, and refilling the useless ones would gi
 
 from __future__ import annotations
 
-from midstream.errors import Conflict, InvalidInput
+from dataclasses import dataclass
+
 from midstream.rl.advantage import is_useless
 from midstream.rl.types import RolloutGroup, TakenGroups
 
 
+@dataclass
 class RolloutBuffer:
-    """The launch rule and the consumption rule of the module docstring. The caller serialises its calls.
+    """The launch rule and the consumption rule of the module docstring. The caller serialises its calls."""
 
-    ``next_group`` and ``next_step`` say where a resumed run goes on. ``dynamic_sampling=False`` makes every group
-    useful. ``last_step`` (exclusive) stops launching groups that no step can need any more.
-    """
+    groups_per_step: int
+    max_staleness: int
+    dynamic_sampling: bool = True
+    """False: every group is useful."""
+    next_group: int = 0
+    """The g that the next launch gets. A resumed run begins beyond 0, as with ``next_step``."""
+    next_step: int = 0
+    """The step that the next ``take`` serves."""
+    last_step: int | None = None
+    """Exclusive: groups that no step can need any more are not launched."""
 
-    def __init__(
-        self,
-        groups_per_step: int,
-        max_staleness: int,
-        *,
-        dynamic_sampling: bool = True,
-        next_group: int = 0,
-        next_step: int = 0,
-        last_step: int | None = None,
-    ) -> None:
-        if groups_per_step < 1:
-            raise InvalidInput(f"groups_per_step must be at least 1, got {groups_per_step}")
-        if max_staleness < 0:
-            raise InvalidInput(f"max_staleness must be >= 0, got {max_staleness}")
-        self.groups_per_step = groups_per_step
-        self.max_staleness = max_staleness
-        self.dynamic_sampling = dynamic_sampling
-        self.next_group = next_group
-        """The g that the next launch gets."""
-        self.next_step = next_step
-        """The step that the next ``take`` serves."""
-        self.released_steps = next_step
+    def __post_init__(self) -> None:
+        self.released_steps = self.next_step
         """Steps whose weights the engine holds."""
-        self.last_step = last_step
-        self._cursor = next_group  # everything below is consumed or passed over
         self._in_flight: set[int] = set()
         self._useful: dict[int, RolloutGroup] = {}
         self._useless: dict[int, RolloutGroup] = {}
-
-    # -- launch ------------------------------------------------------------------------------------------------------
 
     @property
     def num_slots(self) -> int:
@@ -96,25 +81,18 @@ class RolloutBuffer:
 
     def launch(self) -> int:
         """Take a slot; returns its g."""
-        if not self.can_launch:
-            raise Conflict(f"no free slot for group {self.next_group}: {self.num_slots} are taken; check can_launch")
+        assert self.can_launch, f"no free slot for group {self.next_group}: {self.num_slots} are taken"
         g = self.next_group
         self.next_group += 1
         self._in_flight.add(g)
         return g
 
-    # -- resolve -----------------------------------------------------------------------------------------------------
-
     def resolve(self, group: RolloutGroup) -> bool:
         """A launched group is finished and scored. Returns whether it is useful; a useless one frees its slot."""
-        if group.index not in self._in_flight:
-            raise Conflict(f"group {group.index} is not in flight: it was resolved before, or never launched")
         self._in_flight.remove(group.index)
         useful = not (self.dynamic_sampling and is_useless(group.rewards))
         (self._useful if useful else self._useless)[group.index] = group
         return useful
-
-    # -- consume -----------------------------------------------------------------------------------------------------
 
     def take(self) -> TakenGroups | None:
         """The next step's groups, or None while they are not all known."""
@@ -134,19 +112,15 @@ class RolloutBuffer:
                 f"staleness {staleness} is not within 0..{self.max_staleness}"
             )
         self.next_step += 1
-        self._cursor = chosen[-1] + 1
         return TakenGroups(step, groups, passed)
 
     def release(self, step: int) -> None:
         """The engine holds the weights that ``step`` produced: free the slots of its groups. Steps go in order."""
-        if step != self.released_steps or step >= self.next_step:
-            raise Conflict(
-                f"step {step} cannot be released: steps below {self.released_steps} are released and steps below "
-                f"{self.next_step} have consumed their groups"
-            )
+        assert step == self.released_steps < self.next_step, (
+            f"step {step} cannot be released: steps below {self.released_steps} are released and steps below "
+            f"{self.next_step} have consumed their groups"
+        )
         self.released_steps += 1
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def leftovers(self) -> list[RolloutGroup]:
         """Resolved groups that no step has taken: useless ones beyond the last one consumed, and useful ones."""
@@ -155,7 +129,7 @@ class RolloutBuffer:
     def describe(self) -> str:
         """One line for a time-out's message."""
         return (
-            f"step {self.next_step} has {len(self._useful)} of {self.groups_per_step} useful groups beyond group "
-            f"{self._cursor - 1}, {len(self._useless)} useless (all rewards equal), {len(self._in_flight)} in flight"
+            f"step {self.next_step} has {len(self._useful)} of {self.groups_per_step} useful groups, "
+            f"{len(self._useless)} useless (all rewards equal), {len(self._in_flight)} in flight"
             + (f" (lowest {min(self._in_flight)})" if self._in_flight else "")
         )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from midstream.config import check_types
 from midstream.errors import InvalidInput
+from midstream.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +95,17 @@ class TrainConfig:
             "lr max_grad_norm tis_cap reward_timeout_s group_timeout_s step_timeout_s update_timeout_s"
         )
         for name in positive.split():
-            self._number(name, lambda v: v > 0, "positive")
+            if getattr(self, name) <= 0:
+                raise InvalidInput(f"{name} must be positive, got {getattr(self, name)!r}")
         others = (
             "seed max_staleness warmup_steps weight_decay clip_low clip_high overlong_buffer_tokens "
             "overlong_factor eval_problems checkpoint_every"
         )
         for name in others.split():
-            self._number(name, lambda v: v >= 0, ">= 0")
-        self._number("temperature", lambda v: v > 0, "positive: a greedy policy has no gradient")
+            if getattr(self, name) < 0:
+                raise InvalidInput(f"{name} must be >= 0, got {getattr(self, name)!r}")
+        if self.temperature <= 0:
+            raise InvalidInput(f"temperature must be positive: a greedy policy has no gradient, got {self.temperature}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidInput(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.clip_low >= 1:
@@ -129,14 +133,23 @@ class TrainConfig:
         if self.sync and self.max_staleness:
             object.__setattr__(self, "max_staleness", 0)
 
-    def _number(self, name: str, accept: Any, rule: str) -> None:
-        value = getattr(self, name)
-        if not accept(value):
-            raise InvalidInput(f"{name} must be {rule}, got {value!r}")
-
     @property
     def rollouts_per_step(self) -> int:
         return self.groups_per_step * self.samples_per_group
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How training rollouts are drawn; the trainer's logprobs are of the same distribution."""
+        return SamplingParams(
+            n=self.samples_per_group,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            logprobs_mode="processed_logprobs",
+            detokenize=False,
+            final_only=True,
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
@@ -168,23 +181,10 @@ class TrainConfig:
                 )
         return cls.from_dict(values)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def scaled_to_tiny(self, model: str) -> TrainConfig:
         """The same algorithm on a tiny model and the reversal task, for a test on a laptop: ``--scale tiny``."""
-        return dataclasses.replace(
-            self,
-            model=model,
-            task="reverse",
-            task_options={},
-            dtype="float32",
-            steps=min(self.steps, 4),
-            groups_per_step=min(self.groups_per_step, 4),
-            samples_per_group=min(self.samples_per_group, 8),
-            max_num_seqs=min(self.max_num_seqs, 16),
-            max_tokens=10,
-            overlong_buffer_tokens=min(self.overlong_buffer_tokens, 2),
-            eval_problems=min(self.eval_problems, 16),
-            checkpoint_every=0,
-        )
+        most = {"steps": 4, "groups_per_step": 4, "samples_per_group": 8, "max_num_seqs": 16, "eval_problems": 16}
+        most |= {"overlong_buffer_tokens": 2, "checkpoint_every": 0}
+        changes: dict[str, Any] = {name: min(getattr(self, name), limit) for name, limit in most.items()}
+        changes |= {"model": model, "task": "reverse", "task_options": {}, "dtype": "float32", "max_tokens": 10}
+        return dataclasses.replace(self, **changes)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from rich.filesize import decimal
 
 from midstream.errors import InvalidInput
 from midstream.models.config import ModelConfig
@@ -38,27 +39,19 @@ def describe(config: TrainConfig) -> str:
         ("model", f"{c.architecture}, {c.num_layers} layers, hidden {c.hidden_size}, {c.num_heads} query and "
                   f"{c.num_kv_heads} kv heads of {c.head_dim}, vocabulary {c.vocab_size:,}"),
         ("parameters", f"{count:,} in {len(meta)} tensors, {str(dtype).removeprefix('torch.')}"),
-        ("bytes per update", f"{_size(update)} ({update:,} bytes: every tensor once, in the engine's dtype)"),
-        ("engine weights", f"{_size(packed)} packed; {_size(2 * packed)} while an update is staged"),
-        ("engine KV cache", f"{_size(kv_token)} a token; {_size(kv_token * config.max_tokens * in_flight)} for "
+        ("bytes per update", f"{decimal(update)} ({update:,} bytes: every tensor once, in the engine's dtype)"),
+        ("engine weights", f"{decimal(packed)} packed; {decimal(2 * packed)} while an update is staged"),
+        ("engine KV cache", f"{decimal(kv_token)} a token; {decimal(kv_token * config.max_tokens * in_flight)} for "
                             f"{in_flight} completions of {config.max_tokens} tokens"),
-        ("trainer", f"{_size(16 * count)} (fp32 masters, gradients, two AdamW moments) and "
-                    f"{_size(packed)} of cast weights"),
+        ("trainer", f"{decimal(16 * count)} (fp32 masters, gradients, two AdamW moments) and "
+                    f"{decimal(packed)} of cast weights"),
         ("one step", f"{config.groups_per_step} groups x {config.samples_per_group} completions, at most "
                      f"{config.rollouts_per_step * config.max_tokens:,} tokens"),
         ("in flight", f"at most {(config.max_staleness + 1) * config.groups_per_step} groups, "
                       f"{in_flight} completions at once; staleness <= {config.max_staleness}"),
-        ("run", f"{config.steps} steps, {_size(update * config.steps)} moved in all"),
+        ("run", f"{config.steps} steps, {decimal(update * config.steps)} moved in all"),
     ]  # fmt: skip
     first = [name for name in meta if ".layers." not in name or ".layers.0." in name]
     shapes = [f"    {name:58} {list(meta[name].shape)}" for name in first]
     head = "\n".join(f"  {name:18} {text}" for name, text in rows)
     return f"{head}\n  shapes (layer 0 stands for all {c.num_layers})\n" + "\n".join(shapes)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"

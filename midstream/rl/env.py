@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from midstream.errors import InvalidInput, MidstreamError, RewardError
 from midstream.types import FinishReason
 
 Split = Literal["train", "warm", "heldout"]
-SPLITS: tuple[Split, ...] = ("train", "warm", "heldout")
+SPLITS: tuple[Split, ...] = get_args(Split)
 _BUCKETS: tuple[Split, ...] = ("heldout", "warm", "warm", "warm", "train", "train", "train", "train")
 
 
@@ -65,10 +66,8 @@ def user_turn(tokenizer: Tokenizer, content: str) -> list[int]:
         ])
         for said in ("a", "b")
     )  # fmt: skip
-    common = 0
-    while common < min(len(one), len(two)) and one[-1 - common] == two[-1 - common]:
-        common += 1
-    tail = one[len(one) - common :]
+    backwards = zip(reversed(one), reversed(two), strict=False)
+    tail = [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], backwards)][::-1]
     if not tail or tail[0] not in tokenizer.eos_token_ids:
         raise InvalidInput(
             f"the chat template ends the assistant's turn with token {tail[:1]}, and the model stops at "
@@ -139,7 +138,7 @@ async def score(task: Task, problem: Problem, completion: Completion, timeout_s:
     """The reward, within ``timeout_s``. Raises ``RewardError`` if the function raises, is late, or is not finite."""
     where = f"reward of task {task.name} for {problem.split} problem {problem.index} ({problem.prompt[:60]!r})"
     value = await _within(timeout_s, where, lambda: task.reward(problem, completion))
-    if isinstance(value, complex) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RewardError(f"{where} must be a finite number, got {value!r}")
     return float(value)
 

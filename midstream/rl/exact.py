@@ -7,6 +7,7 @@ committed them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections import defaultdict
@@ -25,32 +26,17 @@ from midstream.models.loader import DTYPES
 from midstream.models.packed import pack, sequence_logprobs
 from midstream.models.weights import stage_all
 from midstream.ops.numerics import difference, fingerprint
-from midstream.rl.types import covers
+from midstream.rl.run_directory import read_rollouts
+from midstream.rl.types import Rollout
 from midstream.types import SamplingParams
 from midstream.weights.manifest import digest, weights_id
 
 _BATCH_TOKENS = 8192
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion as it was recorded."""
-
-    name: str
-    prompt: list[int]
-    output: list[int]
-    bits: dict[int, int]
-    """By place in the output: the float32 bits of a sampled token's logprob, as an integer."""
-    spans: list[tuple[int, int, int]]
-    """(version, start, end); what no span covers is an environment's, and is not checked."""
-    params: SamplingParams
-    kv_versions: list[tuple[int, int, int]] | None = None
-    """What the engine reported where KV was kept across an update: (version, start, end) over prompt + output."""
-
-    def is_checkable(self, index: int, number: int) -> bool:
-        """All KV that output token ``index`` was sampled on is of version ``number``, which made it."""
-        context = len(self.prompt) + index
-        return all(v == number for v, start, _ in self.kv_versions or () if start < context)
+Recorded = tuple[str, Rollout]
+"""A rollout, after what a report calls it."""
+Part = tuple[str, Rollout, int, int]
+"""Such a rollout, and which of its output tokens one version made: start, end."""
 
 
 @dataclass(slots=True)
@@ -92,140 +78,112 @@ def check_run(
     Raises ``InvalidInput`` where the run kept no versions. ``progress`` gets (versions done, versions).
     """
     run = Path(run)
+    versions = run / "versions"
     if flip not in (None, "logprob", "weight"):
         raise InvalidInput(f"flip must be logprob or weight, got {flip!r}")
     if not (run / "rollouts.jsonl").is_file():
         raise InvalidInput(f"{run} has no rollouts.jsonl: give the directory of a finished run")
-    if not (run / "versions" / "config.json").is_file():
+    if not (versions / "config.json").is_file():
         raise InvalidInput(f"{run} kept no versions: train with --set keep_versions=true (as the quick start does)")
     try:
-        config = ModelConfig.from_hf(json.loads((run / "versions" / "config.json").read_text()))
-        engine = json.loads((run / "versions" / "engine.json").read_text())
-        samples = _read_samples(run / "rollouts.jsonl")
+        config = ModelConfig.from_hf(json.loads((versions / "config.json").read_text()))
+        engine = json.loads((versions / "engine.json").read_text())
+        recorded = [
+            (f"{kind} rollout, group {rollout.group}, sample {rollout.index}", rollout)
+            for kind, rollout in read_rollouts(run / "rollouts.jsonl")
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInput(f"{run} is not a whole run: {type(error).__name__}: {error}") from error
-    if not samples:
+    if not recorded:
         raise InvalidInput(f"{run} has no sampled token in rollouts.jsonl: there is nothing to check")
     if flip == "logprob":
-        samples = _flip_logprob(samples)
-    files = {int(p.stem): p for p in (run / "versions").glob("*.safetensors") if p.stem.isdigit()}
-    needed = sorted({number for sample in samples for number, _, _ in sample.spans})
-    report = ExactReport(tokens=sum(len(s.bits) for s in samples))
-    missing = [number for number in needed if number not in files]
+        _flip(recorded[len(recorded) // 2][1].logprobs)
+    needed = sorted({span.number for _, rollout in recorded for span in rollout.spans})
+    missing = [number for number in needed if not (versions / f"{number}.safetensors").is_file()]
     if missing:
-        report.reason = f"the weights of versions {missing} are not in {run / 'versions'}"
-        return report
+        return ExactReport(reason=f"the weights of versions {missing} are not in {versions}")
     for number in needed:  # all of them before anything is recomputed
-        fault = _verify(files[number], number, flip == "weight" and number == needed[len(needed) // 2])
-        if fault:
-            report.reason = fault
-            report.tokens = 0
-            return report
-    dtype = DTYPES[engine["dtype"]]
-    ours = fingerprint(dtype, engine["block_size"])
-    report.reason = difference(ours, engine)
+        flipped = flip == "weight" and number == needed[len(needed) // 2]
+        if fault := _verify(versions / f"{number}.safetensors", number, flipped):
+            return ExactReport(reason=fault)
+    dtype, block_size = DTYPES[engine["dtype"]], engine["block_size"]
+    report = ExactReport(sum(len(rollout.logprobs) for _, rollout in recorded))
+    report.reason = difference(fingerprint(dtype, block_size), engine)
     model = Llama(config)
-    for done, number in enumerate(needed):
-        weights = stage_all(config, _read_version(files[number])[0].items(), dtype, torch.device("cpu"))
-        check_version(report, model, weights, samples, number, engine["block_size"])
-        progress(done + 1, len(needed))
+    for done, number in enumerate(needed, 1):
+        tensors, _ = _read_version(versions / f"{number}.safetensors")
+        weights = stage_all(config, tensors.items(), dtype, torch.device("cpu"))
+        check_version(report, model, weights, recorded, number, block_size)
+        progress(done, len(needed))
     return report
 
 
 @torch.inference_mode()
 def check_version(
-    report: ExactReport, model: Llama, weights: Any, samples: list[Sample], number: int, block_size: int
+    report: ExactReport, model: Llama, weights: Any, recorded: list[Recorded], number: int, block_size: int
 ) -> None:
     """Recompute every token that version ``number`` made, and add the outcome to ``report``."""
-    for batch in _batches(samples, number):
-        sequences: list[tuple[list[int], list[list[int]]]] = []
-        for sample, _, end in batch:
-            if sequences and sequences[-1][0] == sample.prompt:
-                sequences[-1][1].append(sample.output[:end])
-            else:
-                sequences.append((sample.prompt, [sample.output[:end]]))
-        found = sequence_logprobs(model, weights, pack(sequences, block_size), batch[0][0].params)
-        bits = found.view(torch.int32).tolist()
-        at = 0
-        for sample, start, end in batch:
-            for i in range(start, end):
-                if not sample.is_checkable(i, number):
+    for params, batch in _batches(recorded, number):
+        sequences = [
+            (prompt, [rollout.output_token_ids[:end] for _, rollout, _, end in parts])
+            for prompt, parts in itertools.groupby(batch, key=lambda part: part[1].prompt_token_ids)
+        ]
+        found = sequence_logprobs(model, weights, pack(sequences, block_size), params)
+        ends = [end for _, _, _, end in batch]
+        for (name, rollout, start, end), computed in zip(batch, found.split(ends), strict=True):
+            first = rollout.sampled.index(start)
+            stored = rollout.logprobs[first : first + end - start]
+            for i, ours, theirs in zip(range(start, end), computed[start:].tolist(), stored, strict=True):
+                if not is_checkable(rollout, i, number):
                     report.kv_kept += 1
-                    continue
-                if bits[at + i] & 0xFFFFFFFF == sample.bits[i]:
+                elif _bits(ours) == _bits(theirs):
                     report.exact += 1
-                    continue
-                stored, computed = as_float(sample.bits[i]), as_float(bits[at + i] & 0xFFFFFFFF)
-                report.max_gap = max(report.max_gap, abs(stored - computed))
-                report.wrong.append(
-                    f"{sample.name}, token {i} (id {sample.output[i]}), version {number}: "
-                    f"stored {stored!r}, recomputed {computed!r}"
-                )
-            at += end
+                else:
+                    report.max_gap = max(report.max_gap, abs(theirs - ours))
+                    report.wrong.append(
+                        f"{name}, token {i} (id {rollout.output_token_ids[i]}), version {number}: "
+                        f"stored {theirs!r}, recomputed {ours!r}"
+                    )
 
 
-def _batches(samples: list[Sample], number: int) -> Iterator[list[tuple[Sample, int, int]]]:
-    """(sample, start, end) of version ``number``, in batches of one set of sampling parameters and a bounded size."""
-    by_params: dict[SamplingParams, list[tuple[Sample, int, int]]] = defaultdict(list)
-    for sample in samples:
-        for version, start, end in sample.spans:
-            if version == number:
-                by_params[sample.params].append((sample, start, end))
-    for entries in by_params.values():
-        batch: list[tuple[Sample, int, int]] = []
+def is_checkable(rollout: Rollout, index: int, number: int) -> bool:
+    """All KV that output token ``index`` was sampled on is of version ``number``, which made it."""
+    context = len(rollout.prompt_token_ids) + index
+    return all(v == number for v, start, _ in rollout.kv_versions or () if start < context)
+
+
+def _batches(recorded: list[Recorded], number: int) -> Iterator[tuple[SamplingParams, list[Part]]]:
+    """What version ``number`` made, in batches of a bounded size, each with the distribution of all its logprobs."""
+    by_params: dict[SamplingParams, list[Part]] = defaultdict(list)
+    for name, rollout in recorded:
+        # A greedy token's processed logprob is 0 by definition; what is recorded for it is the raw one.
+        params = rollout.params if rollout.params.temperature else SamplingParams()
+        for span in rollout.spans:
+            if span.number == number:
+                by_params[params].append((name, rollout, span.start, span.end))
+    for params, parts in by_params.items():
+        batch: list[Part] = []
         size = 0
-        for entry in entries:
-            length = len(entry[0].prompt) + entry[2]
+        for part in parts:
+            length = len(part[1].prompt_token_ids) + part[3]
             if batch and size + length > _BATCH_TOKENS:
-                yield batch
+                yield params, batch
                 batch, size = [], 0
-            batch.append(entry)
+            batch.append(part)
             size += length
-        yield batch
+        yield params, batch
 
 
-def as_float(bits: int) -> float:
-    return float(struct.unpack(">f", struct.pack(">I", bits))[0])
+def _bits(value: float) -> bytes:
+    """Of a float32."""
+    return struct.pack(">f", value)
 
 
-def as_bits(value: float) -> int:
-    return int(struct.unpack(">I", struct.pack(">f", value))[0])
-
-
-def _read_samples(path: Path) -> list[Sample]:
-    samples = []
-    with path.open() as file:
-        for line in file:
-            data = json.loads(line)
-            text, spans = data["logprobs"], [(n, start, end) for n, start, end in data["spans"]]
-            sampled = [i for _, start, end in spans for i in range(start, end)]
-            bits = [int(text[i : i + 8], 16) for i in range(0, len(text), 8)]
-            # A greedy token's processed logprob is 0 by definition; what is recorded for it is the raw one.
-            params = SamplingParams(
-                temperature=data["temperature"] or 1.0,
-                top_p=data["top_p"] if data["temperature"] else 1.0,
-                top_k=data["top_k"] if data["temperature"] else 0,
-            )
-            samples.append(
-                Sample(
-                    name=f"{data['kind']} rollout, group {data['group']}, sample {data['index']}",
-                    prompt=data["prompt"],
-                    output=data["output"],
-                    bits=dict(zip(sampled, bits, strict=False)),
-                    spans=spans,
-                    params=params,
-                    kv_versions=data["kv_versions"],
-                )
-            )
-            if not covers([(start, end) for _, start, end in spans], len(data["output"]), len(bits)):
-                raise ValueError(f"{samples[-1].name}: not every sampled token has a logprob and a version")
-    return samples
-
-
-def _flip_logprob(samples: list[Sample]) -> list[Sample]:
-    bits = samples[len(samples) // 2].bits
-    bits[sorted(bits)[len(bits) // 2]] ^= 1
-    return samples
+def _flip(logprobs: list[float]) -> None:
+    """Change one bit in the middle one."""
+    one = torch.tensor([logprobs[len(logprobs) // 2]], dtype=torch.float32)
+    one.view(torch.int32)[0] ^= 1
+    logprobs[len(logprobs) // 2] = one.item()
 
 
 def _read_version(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -20,7 +20,6 @@ Sources: DAPO, arXiv 2503.14476 (clip-higher, token-level mean); AReaL, arXiv 25
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,37 +60,6 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
     return norm
 
 
-@dataclass(frozen=True, slots=True)
-class LossStats:
-    """Sums over the tokens of one micro-batch, so that those of a batch add up. All detached floats."""
-
-    num_tokens: int
-    num_clipped: int
-    """Tokens whose gradient the ratio clip switched off."""
-    num_truncated: int
-    """Tokens whose importance weight reached the cap."""
-    num_masked: int
-    """Tokens of completions outside the sequence mask."""
-    weight_sum: float
-    ratio_sum: float
-    surprisal_sum: float
-    """Of -logp: over tokens drawn from the policy itself, a Monte Carlo estimate of its entropy."""
-
-    def __add__(self, other: LossStats) -> LossStats:
-        return LossStats(*(getattr(self, n) + getattr(other, n) for n in LossStats.__dataclass_fields__))
-
-    def means(self) -> dict[str, float]:
-        n = max(self.num_tokens, 1)
-        return {
-            "clip_fraction": self.num_clipped / n,
-            "truncated_fraction": self.num_truncated / n,
-            "masked_fraction": self.num_masked / n,
-            "importance_weight": self.weight_sum / n,
-            "ratio": self.ratio_sum / n,
-            "entropy": self.surprisal_sum / n,
-        }
-
-
 def dapo_loss(
     logprobs: Tensor,
     proximal: Tensor,
@@ -103,12 +71,16 @@ def dapo_loss(
     tis_cap: float = 2.0,
     sequence_mask: tuple[float, float] | None = None,
     lengths: list[int] | None = None,
-) -> tuple[Tensor, LossStats]:
-    """The *sum* of the loss over T tokens (the caller divides by the batch's N), and its statistics.
+) -> tuple[Tensor, dict[str, float]]:
+    """The *sum* of the loss over T tokens, and sums of what a step reports: the caller divides by the batch's N.
 
     All tensors are [T] float32: ``logprobs`` with gradient; ``proximal``, ``sampler`` and ``advantages`` without.
     ``sequence_mask`` (low, high) leaves out completions whose geometric mean of proximal / sampler probability is
     outside; ``lengths`` are the completions' token counts, needed for it. Left-out tokens still count in N.
+
+    Reported are the tokens whose gradient the clip switched off (clip_fraction), whose importance weight reached the
+    cap (truncated_fraction), which the sequence mask left out (masked_fraction), and importance_weight, ratio, and
+    -logp: over tokens drawn from the policy itself a Monte Carlo estimate of its entropy.
     """
     if not logprobs.shape == proximal.shape == sampler.shape == advantages.shape or logprobs.dim() != 1:
         shapes = [tuple(t.shape) for t in (logprobs, proximal, sampler, advantages)]
@@ -116,35 +88,33 @@ def dapo_loss(
     proximal, sampler, advantages = proximal.detach(), sampler.detach(), advantages.detach()
     log_weight = proximal - sampler
     weight = log_weight.exp().clamp(max=tis_cap)
-    num_truncated = int((weight >= tis_cap).sum())
-    num_masked = 0
+    truncated = weight >= tis_cap
+    outside = torch.zeros_like(truncated)
     if sequence_mask is not None:
         outside = _outside(log_weight, lengths, sequence_mask)
         weight = weight.masked_fill(outside, 0.0)
-        num_masked = int(outside.sum())
 
     ratio = (logprobs - proximal).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages) * weight
     with torch.no_grad():
-        stats = LossStats(
-            num_tokens=logprobs.numel(),
-            num_clipped=int((clipped * advantages < ratio * advantages).sum()),
-            num_truncated=num_truncated,
-            num_masked=num_masked,
-            weight_sum=float(stable_sum(weight)),
-            ratio_sum=float(stable_sum(ratio)),
-            surprisal_sum=-float(stable_sum(logprobs)),
-        )
-    return stable_sum(per_token), stats
+        sums = {
+            "clip_fraction": (clipped * advantages < ratio * advantages).sum(),
+            "truncated_fraction": truncated.sum(),
+            "masked_fraction": outside.sum(),
+            "importance_weight": stable_sum(weight),
+            "ratio": stable_sum(ratio),
+            "entropy": -stable_sum(logprobs),
+        }
+    return stable_sum(per_token), {name: value.item() for name, value in sums.items()}
 
 
 def _outside(log_weight: Tensor, lengths: list[int] | None, bounds: tuple[float, float]) -> Tensor:
     if lengths is None or sum(lengths) != log_weight.numel():
         raise InvalidInput("sequence_mask needs the lengths of the completions, adding up to the number of tokens")
     low, high = bounds
-    rows = []
-    for part in torch.split(log_weight, lengths):
-        mean = float(stable_sum(part)) / part.numel()
-        rows.append(torch.full_like(part, not low <= torch.tensor(mean).exp().item() <= high, dtype=torch.bool))
-    return torch.cat(rows)
+    means = torch.tensor([float(stable_sum(part)) / part.numel() for part in torch.split(log_weight, lengths)])
+    inside = [low <= mean <= high for mean in means.exp().tolist()]
+    return ~torch.tensor(inside, device=log_weight.device).repeat_interleave(
+        torch.tensor(lengths, device=log_weight.device)
+    )

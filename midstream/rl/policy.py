@@ -20,7 +20,10 @@ from midstream.weights.packing import dtype_name
 
 
 class Policy:
-    """A trainable model. Masters are fp32 parameters; every forward runs on their cast to ``dtype``, the bytes sent."""
+    """A trainable model. Masters are fp32 parameters; every forward runs on their cast to ``dtype``, the bytes sent.
+
+    It is a ``WeightSource`` with a fingerprint: the masters, announced in the engine's dtype; the sender casts.
+    """
 
     def __init__(self, model: str | pathlib.Path, dtype: str = "auto", block_size: int = 16) -> None:
         checkpoint = open_checkpoint(model)
@@ -28,24 +31,30 @@ class Policy:
         self.config = checkpoint.config
         self.dtype = resolve_dtype(dtype, checkpoint.config)
         self.block_size = block_size
+        self.fingerprint = fingerprint(self.dtype, block_size)
         self.model = Llama(checkpoint.config)
         self.masters = {
             name: torch.nn.Parameter(tensor.float().clone()) for name, tensor in load_weights(checkpoint, self.dtype)
         }
 
     def parameters(self) -> list[torch.nn.Parameter]:
+        """The masters, always in the same order."""
         return list(self.masters.values())
 
     def logprobs(self, sequences: Sequences, params: SamplingParams) -> torch.Tensor:
-        """Flat log-probabilities of all completion tokens, in order; gradients reach the masters in fp32."""
+        """[T] float32 of every completion token, in the order of ``sequences``, under the distribution that ``params``
+        (temperature, top_k, top_p) samples from; gradients reach the masters in fp32."""
         weights = assemble(self.config, {n: p.to(self.dtype) for n, p in self.masters.items()}, keep_plain=True)
         return sequence_logprobs(self.model, weights, pack(sequences, self.block_size), params)
 
-    def source(self) -> PolicySource:
-        return PolicySource(self)
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, dtype_name(self.dtype), tuple(p.shape)) for name, p in self.masters.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.state().items()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The masters (references, not copies)."""
+        """The masters by name (references, not copies)."""
         return {name: p.detach() for name, p in self.masters.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -58,7 +67,7 @@ class Policy:
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         save_file(
-            {name: p.detach().to(self.dtype).contiguous() for name, p in self.masters.items()},
+            {name: tensor.to(self.dtype).contiguous() for name, tensor in self},
             directory / "model.safetensors",
             metadata={"format": "pt"},
         )
@@ -74,19 +83,3 @@ class Policy:
         config = json.loads(original.read_text()) if original.is_file() else self.config.to_hf()
         config["dtype"] = dtype_name(self.dtype)
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-class PolicySource:
-    """A WeightSource over a policy: the masters, announced in the engine's dtype; the sender casts while it copies."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.fingerprint = fingerprint(policy.dtype, policy.block_size)
-
-    def metadata(self) -> list[ParamMeta]:
-        kind = dtype_name(self._policy.dtype)
-        return [ParamMeta(name, kind, tuple(p.shape)) for name, p in self._policy.masters.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, p in self._policy.masters.items():
-            yield name, p.detach()

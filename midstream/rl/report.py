@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -22,8 +24,6 @@ from rich.table import Table
 
 from midstream.errors import InvalidInput
 from midstream.rl.types import TakenGroups
-
-Interval = tuple[float, float]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -38,54 +38,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class StepEvent:
-    """One forward of the engine."""
-
-    t0: float
-    t1: float
-    running: int
-    tokens: int
-    reprefill: int
-    version: int
-
-    @property
-    def is_decode(self) -> bool:
-        """Every running request advanced by one token, and nothing was prefilled."""
-        return self.running > 0 and self.tokens == self.running and self.reprefill == 0
-
-
-@dataclass(frozen=True, slots=True)
-class CommitEvent:
-    """One weight commit, with the number of requests that were running then."""
-
-    t0: float
-    t1: float
-    running: int
-    version: int
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepLog:
-    """The engine's steps and commits, in time order."""
+    """The engine's steps and commits, in time order, with the fields of the module docstring."""
 
-    steps: list[StepEvent]
-    commits: list[CommitEvent]
+    steps: list[SimpleNamespace]
+    commits: list[SimpleNamespace]
 
     @classmethod
-    def read(cls, path: Path) -> StepLog:
-        lines = read_lines(path)
-        try:
-            return cls(
-                [StepEvent(*(x[k] for k in StepEvent.__dataclass_fields__)) for x in lines if x["event"] == "step"],
-                [
-                    CommitEvent(*(x[k] for k in CommitEvent.__dataclass_fields__))
-                    for x in lines
-                    if x["event"] == "commit"
-                ],
-            )
-        except KeyError as error:
-            raise InvalidInput(f"{path} is not a step log: a line lacks {error}") from error
+    def read(cls, run: Path) -> StepLog:
+        """Empty where the engine wrote none."""
+        events = [SimpleNamespace(**line) for line in read_lines(run / "steps.jsonl")]
+        return cls([e for e in events if e.event == "step"], [e for e in events if e.event == "commit"])
 
     def between(self, start: float, end: float) -> StepLog:
         """What began in [start, end]."""
@@ -109,52 +72,29 @@ def commit_stalls_ms(log: StepLog) -> list[float]:
     return stalls
 
 
-def decode_steps_ms(log: StepLog) -> list[float]:
-    """Durations of the pure decode steps."""
-    return [(step.t1 - step.t0) * 1e3 for step in log.steps if step.is_decode]
-
-
-def updates_in_flight(log: StepLog, max_num_seqs: int) -> int:
-    """Commits at which at least half of the concurrency was running."""
-    return sum(2 * commit.running >= max_num_seqs for commit in log.commits)
-
-
-def overlap_s(a: Sequence[Interval], b: Sequence[Interval]) -> float:
-    """How long an interval of ``a`` and one of ``b`` hold at once. Each list is sorted and disjoint in itself."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
 def engine_figures(log: StepLog, metrics: Sequence[dict[str, Any]], max_num_seqs: int) -> dict[str, Any]:
-    """The part of summary.json that comes from the step log. Only the training itself counts, not the evaluations."""
-    if not metrics:
+    """The part of summary.json that comes from the step log. Only the training itself counts, not the evaluations.
+
+    An update is in flight where at least half of the concurrency was running at its commit. A decode step is one in
+    which every running request advanced by one token, and nothing was prefilled.
+    """
+    if not log.steps:
         return {}
     first = metrics[0]["t0"] - metrics[0]["wait_s"]
-    last = max([metrics[-1]["t1"], *(commit.t1 for commit in log.commits)])
-    log = log.between(first, last)
-    training = [(line["t0"], line["t1"]) for line in metrics]
-    generating = [(step.t0, step.t1) for step in log.steps]
-    training_s = sum(t1 - t0 for t0, t1 in training)
-    generating_s = sum(t1 - t0 for t0, t1 in generating)
-    commits = [commit for commit in log.commits if commit.running]
-    gaps = [(b.t0 - a.t1) * 1e3 for a, b in zip(log.steps, log.steps[1:], strict=False)]
+    log = log.between(first, max([metrics[-1]["t1"], *(commit.t1 for commit in log.commits)]))
+    training_s = sum(line["t1"] - line["t0"] for line in metrics)
+    generating_s = sum(step.t1 - step.t0 for step in log.steps)
+    decodes = [(s.t1 - s.t0) * 1e3 for s in log.steps if 0 < s.tokens == s.running and s.reprefill == 0]
+    met = [commit.running for commit in log.commits if commit.running]
     return {
         "updates": len(log.commits),
-        "updates_in_flight": updates_in_flight(log, max_num_seqs),
+        "updates_in_flight": sum(2 * running >= max_num_seqs for running in met),
         "stall_ms_median": _median(commit_stalls_ms(log)),
-        "step_ms_median": _median(decode_steps_ms(log)),
-        "step_gap_ms_median": _median(gaps),
-        "reprefill_tokens_per_update": sum(step.reprefill for step in log.steps) / max(len(commits), 1),
+        "step_ms_median": _median(decodes),
+        "reprefill_tokens_per_update": sum(step.reprefill for step in log.steps) / max(len(met), 1),
         "generation_s": generating_s,
         "optimizer_s": training_s,
-        "generation_to_training_ratio": generating_s / training_s if training_s else None,
-        "overlap_share": overlap_s(generating, training) / training_s if training_s else None,
+        "generation_to_training_ratio": generating_s / training_s,
     }
 
 
@@ -170,19 +110,21 @@ def describe_groups(taken: TakenGroups) -> dict[str, Any]:
     used = [rollout for group in taken.groups for rollout in group.rollouts]
     sampled = used + [rollout for group in taken.useless for rollout in group.rollouts]
     lags = [taken.step - version for rollout in used for version in rollout.policy_versions]
+    lengths = [len(rollout.logprobs) for rollout in sampled]
     return {
-        "reward": sum(r.reward for r in sampled) / len(sampled),
-        "pass_rate": sum(r.reward >= 1.0 for r in sampled) / len(sampled),
-        "penalty": sum(r.penalty for r in sampled) / len(sampled),
+        "reward": fmean(r.reward for r in sampled),
+        "pass_rate": fmean(r.reward >= 1.0 for r in sampled),
+        "penalty": fmean(r.penalty for r in sampled),
         "groups": len(taken.groups),
         "groups_useless": len(taken.useless),
         "rollouts": len(sampled),
-        "tokens": sum(len(r.logprobs) for r in sampled),
-        "output_tokens_mean": sum(len(r.logprobs) for r in sampled) / len(sampled),
-        "output_tokens_max": max(len(r.logprobs) for r in sampled),
-        "staleness_mean": sum(lags) / len(lags),
+        "rollouts_spanning": sum(r.spans_versions for r in sampled),
+        "tokens": sum(lengths),
+        "output_tokens_mean": fmean(lengths),
+        "output_tokens_max": max(lengths),
+        "staleness_mean": fmean(lags),
         "staleness_max": max(lags),
-        "spanning_share": sum(r.spans_versions for r in used) / len(used),
+        "spanning_share": fmean(r.spans_versions for r in used),
         "first_group": taken.groups[0].index,
         "last_group": taken.groups[-1].index,
     }
@@ -193,82 +135,63 @@ def describe_groups(taken: TakenGroups) -> dict[str, Any]:
 _ZOOM_STEPS = 6
 
 
-def draw(run: str | Path, step_log: str | Path | None = None) -> Path:
-    """Write ``report.png`` from the files of a run directory; returns its path. ``step_log``: by default steps.jsonl.
+def draw(run: Path) -> Path:
+    """Write ``report.png`` from the files of a run directory; returns its path.
 
     Four panels: reward and held-out accuracy; staleness; running requests over the whole run with every commit; and
     some optimizer steps enlarged, where one can see that generation does not stop.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    run = Path(run)
     metrics = read_lines(run / "metrics.jsonl")
     if not metrics:
         raise InvalidInput(f"{run} has no optimizer steps in metrics.jsonl; nothing to draw")
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
-    log = StepLog.read(Path(step_log) if step_log is not None else run / "steps.jsonl")
-    updates = read_lines(run / "updates.jsonl")
+    log, updates = StepLog.read(run), read_lines(run / "updates.jsonl")
+    origin = metrics[0]["t0"] - metrics[0]["wait_s"]
 
     figure = Figure(figsize=(11, 12), layout="constrained")
-    FigureCanvasAgg(figure)
     learning, stale, timeline, zoom = figure.subplots(4, 1, height_ratios=[3, 2, 2, 2])
     _draw_learning(learning, metrics, summary)
     _draw_staleness(stale, metrics)
-    origin = metrics[0]["t0"] - metrics[0]["wait_s"]
-    _draw_running(timeline, log, origin, metrics[-1]["t1"])
+    for axes in (learning, stale):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best", fontsize=8)
+    _draw_running(timeline, log.between(origin, metrics[-1]["t1"]), origin)
     _draw_zoom(zoom, log, metrics, updates, origin)
-    path = run / "report.png"
-    figure.savefig(path, dpi=110)
-    return path
+    figure.savefig(run / "report.png", dpi=110)
+    return run / "report.png"
 
 
 def _draw_learning(axes: Any, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    steps = [line["step"] for line in metrics]
-    rewards, passed = ([line[key] for line in metrics] for key in ("reward", "pass_rate"))
-    if rewards != passed:  # with rewards of 0 and 1 they are one curve
-        axes.plot(steps, rewards, label="reward of the rollouts", color="tab:blue", lw=1)
-    axes.plot(steps, passed, label="pass rate of the rollouts", color="tab:cyan", lw=1)
-    ends = [steps[0], steps[-1] + 1]
-    for key, name, marker in (
-        ("accuracy", "held-out, sampled at T = 1", "o"),
-        ("greedy_accuracy", "held-out, greedy", "s"),
-    ):
-        if f"{key}_before" in summary and f"{key}_after" in summary:
-            values = [summary[f"{key}_before"], summary[f"{key}_after"]]
-            axes.plot(ends, values, marker, ms=8, label=f"{name}: {values[0]:.3f} → {values[1]:.3f}")
+    if any(line["reward"] != line["pass_rate"] for line in metrics):  # with rewards of 0 and 1 they are one curve
+        _curve(axes, metrics, "reward", label="reward of the rollouts", color="tab:blue", lw=1)
+    _curve(axes, metrics, "pass_rate", label="pass rate of the rollouts", color="tab:cyan", lw=1)
+    for key, name, marker in (("", "held-out, sampled at T = 1", "o"), ("greedy_", "held-out, greedy", "s")):
+        if f"{key}accuracy_after" in summary:
+            ends = [summary[f"{key}accuracy_before"], summary[f"{key}accuracy_after"]]
+            label = f"{name}: {ends[0]:.3f} → {ends[1]:.3f}"
+            axes.plot([metrics[0]["step"], metrics[-1]["step"] + 1], ends, marker, ms=8, label=label)
     axes.set(title="Learning", xlabel="optimizer step", ylabel="reward, accuracy")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize=8)
 
 
 def _draw_staleness(axes: Any, metrics: list[dict[str, Any]]) -> None:
-    steps = [line["step"] for line in metrics]
-    axes.step(steps, [line["staleness_max"] for line in metrics], where="mid", label="oldest token", color="tab:red")
-    axes.plot(steps, [line["staleness_mean"] for line in metrics], label="mean over tokens", color="tab:orange")
-    axes.plot(
-        steps,
-        [line["spanning_share"] for line in metrics],
-        ":",
-        label="share of rollouts over 2+ versions",
-        color="tab:gray",
-    )
+    _curve(axes, metrics, "staleness_max", label="oldest token", color="tab:red", drawstyle="steps-mid")
+    _curve(axes, metrics, "staleness_mean", label="mean over tokens", color="tab:orange")
+    _curve(axes, metrics, "spanning_share", label="share of rollouts over 2+ versions", color="tab:gray", ls=":")
     axes.set(title="Staleness", xlabel="optimizer step", ylabel="optimizer steps")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize=8)
 
 
-def _draw_running(axes: Any, log: StepLog, origin: float, end: float) -> None:
-    log = log.between(origin, end)
+def _curve(axes: Any, metrics: list[dict[str, Any]], key: str, **style: Any) -> None:
+    axes.plot([line["step"] for line in metrics], [line[key] for line in metrics], **style)
+
+
+def _draw_running(axes: Any, log: StepLog, origin: float) -> None:
     axes.plot([s.t0 - origin for s in log.steps], [s.running for s in log.steps], lw=0.5, color="tab:green")
-    axes.vlines(
-        [c.t0 - origin for c in log.commits], 0, [max(c.running, 0.5) for c in log.commits], lw=0.7, color="tab:red"
-    )
-    axes.set(
-        title="Requests running in the engine (green), and at each weight commit (red)",
-        xlabel="seconds",
-        ylabel="running",
-    )
+    heights = [max(commit.running, 0.5) for commit in log.commits]
+    axes.vlines([commit.t0 - origin for commit in log.commits], 0, heights, lw=0.7, color="tab:red")
+    title = "Requests running in the engine (green), and at each weight commit (red)"
+    axes.set(title=title, xlabel="seconds", ylabel="running")
 
 
 def _draw_zoom(
@@ -277,79 +200,70 @@ def _draw_zoom(
     middle = max(0, len(metrics) // 2 - _ZOOM_STEPS // 2)
     window = metrics[middle : middle + _ZOOM_STEPS]
     start, end = window[0]["t0"], window[-1]["t1"]
-    rows: tuple[tuple[str, list[Interval], str], ...] = (
+    log = log.between(start, end)
+    rows = (
         ("optimizer step", [(line["t0"], line["t1"]) for line in window], "tab:blue"),
         ("update (send)", [(u["t0"], u["t1"]) for u in updates if u["t1"] > start and u["t0"] < end], "tab:orange"),
-        ("generation step", [(s.t0, s.t1) for s in log.between(start, end).steps], "tab:green"),
+        ("generation step", [(s.t0, s.t1) for s in log.steps], "tab:green"),
     )
     for row, (_, intervals, colour) in enumerate(rows):
         bars = [(t0 - origin, t1 - t0) for t0, t1 in intervals]
         axes.broken_barh(bars, (row - 0.35, 0.7), color=colour, edgecolor="white", lw=0.2)
-    for commit in log.between(start, end).commits:
+    for commit in log.commits:
         axes.axvline(commit.t0 - origin, color="tab:red", lw=1)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.set(
-        title=f"{len(window)} optimizer steps; commits in red", xlabel="seconds", xlim=(start - origin, end - origin)
-    )
+    title = f"{len(window)} optimizer steps; commits in red"
+    axes.set(title=title, xlabel="seconds", xlim=(start - origin, end - origin))
 
 
 # -- the live display --------------------------------------------------------------------------------------------------
 
+_COLUMNS = (
+    ("step", "step", "d"),
+    ("reward", "reward", ".3f"),
+    ("pass rate", "pass_rate", ".3f"),
+    ("staleness", "staleness_mean", ".2f"),
+    ("max", "staleness_max", "d"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+    ("updates", "updates", "d"),
+    ("stall ms", "stall_ms", ".2f"),
+    ("grad norm", "grad_norm", ".2f"),
+    ("entropy", "entropy", ".3f"),
+    ("time s", "time_s", ".1f"),
+)
+_PRINT_EVERY = 10
+
 
 class LiveDisplay:
-    """A table that follows a run: ``with LiveDisplay(config) as show: … on_step=show``.
+    """A table of the last steps that follows a run: ``with LiveDisplay(steps) as show: … on_step=show``.
 
-    Where the output is not a terminal it prints one line every ``every`` steps instead.
+    Where the output is not a terminal it prints one line every ten steps instead.
     """
 
-    _COLUMNS = (
-        ("step", "step", "d"),
-        ("reward", "reward", ".3f"),
-        ("pass rate", "pass_rate", ".3f"),
-        ("staleness", "staleness_mean", ".2f"),
-        ("max", "staleness_max", "d"),
-        ("tokens/s", "tokens_per_s", ",.0f"),
-        ("updates", "updates", "d"),
-        ("stall ms", "stall_ms", ".2f"),
-        ("grad norm", "grad_norm", ".2f"),
-        ("entropy", "entropy", ".3f"),
-        ("time s", "time_s", ".1f"),
-    )
-
-    def __init__(self, steps: int, console: Console | None = None, every: int = 10, rows: int = 12) -> None:
+    def __init__(self, steps: int, console: Console | None = None) -> None:
         self._steps = steps
         self._console = console or Console()
-        self._every = every
-        self._rows = rows
-        self._lines: list[dict[str, Any]] = []
-        self._live: Live | None = None
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._rows: deque[list[str]] = deque(maxlen=12)
 
     def __enter__(self) -> LiveDisplay:
         if self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, auto_refresh=False)
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
     def __call__(self, line: dict[str, Any]) -> None:
-        self._lines = [*self._lines[-self._rows + 1 :], line]
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-        elif line["step"] % self._every == 0 or line["step"] + 1 == self._steps:
-            self._console.print("  ".join(f"{name} {_cell(line, key, form)}" for name, key, form in self._COLUMNS))
-
-    def _table(self) -> Table:
-        table = Table(title=f"step {self._lines[-1]['step'] + 1 if self._lines else 0} of {self._steps}")
-        for name, _, _ in self._COLUMNS:
-            table.add_column(name, justify="right")
-        for line in self._lines:
-            table.add_row(*(_cell(line, key, form) for _, key, form in self._COLUMNS))
-        return table
-
-
-def _cell(line: dict[str, Any], key: str, form: str) -> str:
-    value = line.get(key)
-    return "-" if value is None else format(value, form)
+        cells = [format(line[key], form) for _, key, form in _COLUMNS]
+        if self._console.is_terminal:
+            self._rows.append(cells)
+            table = Table(title=f"step {line['step'] + 1} of {self._steps}")
+            for name, _, _ in _COLUMNS:
+                table.add_column(name, justify="right")
+            for row in self._rows:
+                table.add_row(*row)
+            self._live.update(table, refresh=True)
+        elif line["step"] % _PRINT_EVERY == 0 or line["step"] + 1 == self._steps:
+            named = zip(_COLUMNS, cells, strict=True)
+            self._console.print("  ".join(f"{name} {cell}" for (name, _, _), cell in named))

@@ -1,18 +1,12 @@
-"""Generation and rewards, beside the optimizer: a thread with its own event loop drives the engine.
+"""Where steps get their groups: generation and rewards, beside the optimizer. See ``trainer`` for the whole loop.
 
-Two sources of groups, one contract (``GroupSource``):
+Two sources, one contract (``GroupSource``):
 
 * ``RolloutWorker`` keeps the engine busy: it launches groups whenever the buffer has a free slot, scores each as soon
   as it is finished, and hands the trainer's thread the groups of its next step.
 * ``SyncRollouts`` is the synchronous algorithm in ten lines: sample G groups, wait for all, refill the useless ones.
   It shares no logic with the buffer, so that "max_staleness 0 equals the synchronous algorithm" is a test and not a
   definition.
-
-::
-
-    trainer's thread                         engine thread (event loop)
-      take() ── waits on a condition ◄──────── resolve ◄── rewards ◄── generate_one(group g, n samples, seed f(g))
-      release(step) ─ after the commit ──────► pump: while buffer.can_launch: launch(g)
 """
 
 from __future__ import annotations
@@ -21,12 +15,11 @@ import asyncio
 import logging
 import threading
 import time
-from typing import Protocol
 
-from midstream.errors import TimedOut
+from midstream.errors import Conflict, TimedOut
 from midstream.rl.advantage import is_useless
 from midstream.rl.buffer import RolloutBuffer
-from midstream.rl.engine_thread import CLOSE_S, EngineThread
+from midstream.rl.engine_thread import CLOSE_S, EngineThread, cancel
 from midstream.rl.sampler import Sampler, gather
 from midstream.rl.types import RolloutGroup, TakenGroups
 
@@ -34,31 +27,18 @@ _USELESS_WARNING = 64
 _log = logging.getLogger(__name__)
 
 
-class Streak:
-    """How many groups in a row had nothing to teach. Says so at 64, 128, 256, …: a run must not spin in silence."""
+class GroupSource:
+    """Where the trainer's steps get their groups. All public methods are called from outside the engine thread."""
 
-    def __init__(self) -> None:
-        self.length = 0
-
-    def add(self, group: RolloutGroup, useful: bool) -> None:
-        self.length = 0 if useful else self.length + 1
-        if self.length >= _USELESS_WARNING and self.length.bit_count() == 1:
-            _log.warning(
-                "%d groups in a row have nothing to teach: within each, all rewards are equal (last: %g). Look at the "
-                "reward function and at rollouts (is max_tokens long enough?), take easier problems, or raise "
-                "samples_per_group or temperature; dynamic_sampling=false trains on such groups too",
-                self.length,
-                group.rewards[0],
-            )
-
-
-class GroupSource(Protocol):
-    """Where the trainer's steps get their groups. All methods are called from outside the engine thread."""
-
-    def start(self) -> None: ...
+    def __init__(self, sampler: Sampler, engine: EngineThread) -> None:
+        self._sampler = sampler
+        self._engine = engine
+        self._num_useless = 0
 
     def take(self, timeout_s: float) -> TakenGroups:
-        """The next step's groups. Raises ``TimedOut``, or the first error of generation, rewards or ``fail``."""
+        """The next step's groups; generation begins with the first call. Raises ``TimedOut``, or the first error of
+        generation, rewards or ``fail``."""
+        raise NotImplementedError
 
     def release(self, step: int) -> None:
         """The engine holds the weights that ``step`` produced."""
@@ -68,27 +48,37 @@ class GroupSource(Protocol):
 
     def close(self) -> list[RolloutGroup]:
         """End what is in flight, within some seconds; returns the finished groups that no step took."""
+        return []
+
+    def _count(self, group: RolloutGroup, useful: bool) -> None:
+        """After 64, 128, 256, … useless groups in a row it says so: a run must not spin in silence."""
+        self._num_useless = 0 if useful else self._num_useless + 1
+        if self._num_useless >= _USELESS_WARNING and self._num_useless.bit_count() == 1:
+            _log.warning(
+                "%d groups in a row have nothing to teach: within each, all rewards are equal (last: %g). Look at the "
+                "reward function and at rollouts (is max_tokens long enough?), take easier problems, or raise "
+                "samples_per_group or temperature; dynamic_sampling=false trains on such groups too",
+                self._num_useless,
+                group.rewards[0],
+            )
 
 
-class RolloutWorker:
+class RolloutWorker(GroupSource):
     """The asynchronous source. See the module docstring; the rules are the buffer's."""
 
-    def __init__(self, sampler: Sampler, buffer: RolloutBuffer, engine: EngineThread) -> None:
-        self._sampler = sampler
-        self._buffer = buffer
-        self._streak = Streak()
-        self._engine = engine
-        self._changed = threading.Condition()  # guards the buffer, the error and the flag
+    def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
+        """``next_group`` and ``next_step``: where a resumed run goes on."""
+        super().__init__(sampler, engine)
+        config = sampler.config
+        self._buffer = RolloutBuffer(
+            config.groups_per_step, config.max_staleness, config.dynamic_sampling, next_group, next_step, config.steps
+        )
+        self._changed = threading.Condition()  # guards the buffer and the error
         self._error: BaseException | None = None
-        self._running = False
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the engine thread only
 
-    def start(self) -> None:
-        with self._changed:
-            self._running = True
-        self._engine.loop.call_soon_threadsafe(self._pump)
-
     def take(self, timeout_s: float) -> TakenGroups:
+        self._engine.loop.call_soon_threadsafe(self._pump)
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -96,12 +86,11 @@ class RolloutWorker:
                     raise self._error
                 taken = self._buffer.take()
                 if taken is not None:
-                    break
+                    return taken
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimedOut(f"no batch within {timeout_s:g} s: {self._buffer.describe()}")
                 self._changed.wait(left)
-        return taken
 
     def release(self, step: int) -> None:
         with self._changed:
@@ -111,13 +100,11 @@ class RolloutWorker:
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
-            if self._error is None:
-                self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
 
     def close(self) -> list[RolloutGroup]:
-        with self._changed:
-            self._running = False
+        self.fail(Conflict("the rollouts are closed"))
         self._engine.run(self._cancel(), CLOSE_S, "closing the rollout worker")
         with self._changed:
             return self._buffer.leftovers()
@@ -126,7 +113,7 @@ class RolloutWorker:
 
     def _pump(self) -> None:
         with self._changed:
-            if not self._running or self._error is not None:
+            if self._error is not None:
                 return
             launched = []
             while self._buffer.can_launch:
@@ -140,7 +127,7 @@ class RolloutWorker:
         try:
             group = await self._sampler.group(g)
             with self._changed:
-                self._streak.add(group, self._buffer.resolve(group))
+                self._count(group, self._buffer.resolve(group))
                 self._changed.notify_all()
         except asyncio.CancelledError:
             raise
@@ -150,76 +137,39 @@ class RolloutWorker:
         self._pump()
 
     async def _cancel(self) -> None:
-        tasks = list(self._tasks)  # a cancelled generate_one aborts its request in the engine
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_S / 2)
+        await cancel(list(self._tasks))
 
 
-class SyncRollouts:
-    """The synchronous source: generation happens inside ``take``, and nothing is in flight outside of it."""
+class SyncRollouts(GroupSource):
+    """The synchronous source: generation happens inside ``take``, and nothing is in flight outside of it. Before it
+    takes again the caller waits until the engine holds the weights of the step before."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        groups_per_step: int,
-        engine: EngineThread,
-        *,
-        dynamic_sampling: bool = True,
-        next_group: int = 0,
-        next_step: int = 0,
-    ) -> None:
-        self._sampler = sampler
-        self._groups_per_step = groups_per_step
-        self._engine = engine
-        self._dynamic_sampling = dynamic_sampling
-        self._streak = Streak()
-        self._next_group = next_group
-        self._next_step = next_step
-        self._may_go = threading.Event()  # the engine holds the weights of the last step
-        self._may_go.set()
-        self._error: BaseException | None = None
-
-    def start(self) -> None: ...
+    def __init__(self, sampler: Sampler, engine: EngineThread, next_group: int = 0, next_step: int = 0) -> None:
+        super().__init__(sampler, engine)
+        self._next_group, self._next_step = next_group, next_step
 
     def take(self, timeout_s: float) -> TakenGroups:
         deadline = time.monotonic() + timeout_s
-        if not self._may_go.wait(timeout_s):
-            raise TimedOut(f"step {self._next_step - 1} was not released within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
+        config = self._sampler.config
         useful: list[RolloutGroup] = []
         useless: list[RolloutGroup] = []
-        while len(useful) < self._groups_per_step:
+        while len(useful) < config.groups_per_step:
             first = self._next_group
-            self._next_group += self._groups_per_step - len(useful)
+            self._next_group += config.groups_per_step - len(useful)
             left = max(deadline - time.monotonic(), 0.0)
             try:
                 groups = self._engine.run(self._all(first), left, f"sampling groups {first} to {self._next_group - 1}")
             except TimedOut as error:
                 raise TimedOut(
-                    f"{error}: step {self._next_step} has {len(useful)} of {self._groups_per_step} useful groups, "
+                    f"{error}: step {self._next_step} has {len(useful)} of {config.groups_per_step} useful groups, "
                     f"{len(useless)} useless (all rewards equal), and {timeout_s:g} s for a batch"
                 ) from error
             for group in groups:
-                drop = self._dynamic_sampling and is_useless(group.rewards)
-                (useless if drop else useful).append(group)
-                self._streak.add(group, not drop)
-        step = self._next_step
+                is_useful = not (config.dynamic_sampling and is_useless(group.rewards))
+                (useful if is_useful else useless).append(group)
+                self._count(group, is_useful)
         self._next_step += 1
-        self._may_go.clear()
-        return TakenGroups(step, useful, useless)
+        return TakenGroups(self._next_step - 1, useful, useless)
 
     async def _all(self, first: int) -> list[RolloutGroup]:
         return await gather([self._sampler.group(g) for g in range(first, self._next_group)])
-
-    def release(self, step: int) -> None:
-        self._may_go.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._may_go.set()
-
-    def close(self) -> list[RolloutGroup]:
-        return []

@@ -24,32 +24,32 @@ A line of rollouts.jsonl::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from safetensors.torch import save_file
 
 from midstream.errors import Conflict, InvalidInput
 from midstream.rl.sync import UpdateRecord
 from midstream.rl.types import Rollout
-from midstream.types import SamplingParams
+from midstream.types import SamplingParams, WeightVersionSpan
 from midstream.weights.packing import torch_dtype
 from midstream.weights.source import WeightSource, paired
 
 
 def logprob_bits(logprobs: Sequence[float]) -> str:
     """Each float32 as 8 hex digits. Raises ``InvalidInput`` for a value that is not a float32."""
-    packed = struct.pack(f">{len(logprobs)}f", *logprobs)
-    back = struct.unpack(f">{len(logprobs)}f", packed)
-    for value, stored in zip(logprobs, back, strict=True):
+    packed = np.array(logprobs, dtype=">f4")
+    for value, stored in zip(logprobs, packed.tolist(), strict=True):
         if value != stored:
             raise InvalidInput(f"logprob {value!r} is not a float32 value; the engine reports float32")
-    return packed.hex()
+    return packed.tobytes().hex()
 
 
 class RunDirectory:
@@ -73,36 +73,15 @@ class RunDirectory:
         partial.write_text(json.dumps(value, indent=2) + "\n")
         os.replace(partial, self.path / name)
 
-    def log_step(self, metrics: dict[str, Any]) -> None:
-        self._line("metrics", metrics)
+    def log(self, name: str, *lines: dict[str, Any]) -> None:
+        """Add to ``metrics``, ``updates`` or ``rollouts``."""
+        for line in lines:
+            self._files[name].write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._files[name].flush()
 
-    def log_update(self, record: UpdateRecord) -> None:
-        self._line("updates", record.to_dict())
-
-    def log_rollouts(self, kind: str, rollouts: Iterable[Rollout], params: SamplingParams, step: int | None) -> None:
-        """``params``: what they were drawn with (temperature, top_p and top_k count)."""
-        for rollout in rollouts:
-            self.num_tokens += len(rollout.logprobs)
-            line = {
-                "kind": kind,
-                "step": step,
-                "group": rollout.group,
-                "index": rollout.index,
-                "seed": rollout.seed,
-                "prompt": rollout.prompt_token_ids,
-                "output": rollout.output_token_ids,
-                "logprobs": logprob_bits(rollout.logprobs),
-                "spans": [[span.number, span.start, span.end] for span in rollout.spans],
-                "kv_versions": rollout.kv_versions,
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "reward": rollout.reward,
-                "penalty": rollout.penalty,
-                "finish_reason": rollout.finish_reason,
-            }
-            self._line("rollouts", line)
-        self._files["rollouts"].flush()
+    def log_rollouts(self, kind: str, rollouts: Sequence[Rollout], step: int | None = None) -> None:
+        self.num_tokens += sum(len(rollout.logprobs) for rollout in rollouts)
+        self.log("rollouts", *({"kind": kind, "step": step} | _line(rollout) for rollout in rollouts))
 
     def save_version(self, record: UpdateRecord, source: WeightSource) -> None:
         """The weights of a commit, as they were sent. Call while they are at rest."""
@@ -119,35 +98,50 @@ class RunDirectory:
         save_file(tensors, path.with_suffix(".partial"), metadata=metadata)
         os.replace(path.with_suffix(".partial"), path)
 
-    def checkpoint(self, step: int) -> Checkpoint:
-        """Where the checkpoint after ``step`` optimizer steps goes. Used with ``with``; appears whole or not at all."""
-        return Checkpoint(self.path / "checkpoints" / f"step-{step:06d}")
+    @contextlib.contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """Where the checkpoint after ``step`` optimizer steps goes; it takes its name only when all is written."""
+        path = self.path / "checkpoints" / f"step-{step:06d}"
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
 
-    def _line(self, name: str, value: dict[str, Any]) -> None:
-        self._files[name].write(json.dumps(value, separators=(",", ":")) + "\n")
-        if name != "rollouts":
-            self._files[name].flush()
+
+_AS_THEY_ARE = ("group", "index", "seed", "kv_versions", "reward", "penalty", "finish_reason")
 
 
-class Checkpoint:
-    """A directory that takes its name only when all of it is written."""
+def _line(rollout: Rollout) -> dict[str, Any]:
+    return {name: getattr(rollout, name) for name in _AS_THEY_ARE} | {
+        "prompt": rollout.prompt_token_ids,
+        "output": rollout.output_token_ids,
+        "logprobs": logprob_bits(rollout.logprobs),
+        "spans": [[span.number, span.start, span.end] for span in rollout.spans],
+        "temperature": rollout.params.temperature,
+        "top_p": rollout.params.top_p,
+        "top_k": rollout.params.top_k,
+    }
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._partial = path.with_name(f".{path.name}.partial")
 
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        return self._partial
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.replace(self._partial, self.path)
+def read_rollouts(path: Path) -> Iterator[tuple[str, Rollout]]:
+    """What ``rollouts.jsonl`` says: kind and rollout, whose versions are known by number alone. Raises ``ValueError``,
+    ``KeyError`` or ``TypeError`` for a line that is none."""
+    with path.open() as file:
+        for x in map(json.loads, file):
+            yield x["kind"], Rollout(
+                prompt_token_ids=x["prompt"],
+                output_token_ids=x["output"],
+                logprobs=np.frombuffer(bytes.fromhex(x["logprobs"]), dtype=">f4").tolist(),
+                spans=[WeightVersionSpan("", *span) for span in x["spans"]],
+                params=SamplingParams(temperature=x["temperature"], top_p=x["top_p"], top_k=x["top_k"]),
+                **{name: x[name] for name in _AS_THEY_ARE},
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from midstream.errors import EnginePaused, InvalidInput, MidstreamError, TimedOut
 from midstream.rl.advantage import overlong_penalty
+from midstream.rl.config import TrainConfig
 from midstream.rl.env import Completion, Problem, Task, TurnTask, next_turn, score
-from midstream.rl.types import EvalResult, Rollout, RolloutGroup, eval_seed, group_seed
+from midstream.rl.types import Rollout, RolloutGroup, derive_seed
 from midstream.types import CompletionOutput, SamplingParams, WeightVersionSpan
 
 if TYPE_CHECKING:
-    from midstream.rl.config import TrainConfig
     from midstream.serving.client import EngineClient
 
 T = TypeVar("T")
@@ -24,72 +25,54 @@ _RETRY_S = 0.2
 
 async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order; the first failure cancels the others and is raised as it is."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 @dataclass(frozen=True)
 class Sampler:
     """Turns a group's number into a scored group: one request of n samples, then for each of them, where the task has
-    several turns, the later turns one by one; then their rewards."""
+    several turns, the later turns one by one; then their rewards. An episode ends at ``max_model_len`` too."""
 
     client: EngineClient
     task: Task
-    params: SamplingParams
-    """Of the training rollouts; n is the group's size."""
-    run_seed: int
-    reward_timeout_s: float = 10.0
-    group_timeout_s: float = 300.0
-    overlong_buffer_tokens: int = 0
-    overlong_factor: float = 1.0
+    config: TrainConfig
     max_model_len: int | None = None
 
-    @classmethod
-    def from_config(
-        cls, client: EngineClient, task: Task, config: TrainConfig, max_model_len: int | None = None
-    ) -> Sampler:
-        turns = getattr(task, "max_turns", 1)
+    def __post_init__(self) -> None:
+        turns = getattr(self.task, "max_turns", 1)
         if type(turns) is not int or turns < 1:
-            raise InvalidInput(f"max_turns of task {task.name} must be an int of at least 1, got {turns!r}")
-        names = ("reward_timeout_s", "group_timeout_s", "overlong_buffer_tokens", "overlong_factor")
-        options = {name: getattr(config, name) for name in names}
-        return cls(client, task, sampling_params(config), config.seed, max_model_len=max_model_len, **options)
+            raise InvalidInput(f"max_turns of task {self.task.name} must be an int of at least 1, got {turns!r}")
 
     async def group(self, g: int) -> RolloutGroup:
         """Sample and score group g. Raises ``TimedOut`` after ``group_timeout_s``, ``RewardError``, ``EngineDead``."""
-        problem = self.task.problem("train", g)
-        params = replace(self.params, seed=group_seed(self.run_seed, g))
-        rollouts = await self._rollouts(problem, g, params, f"group-{g}")
-        assert isinstance(self.params.max_tokens, int)
-        limits = self.params.max_tokens, self.overlong_buffer_tokens, self.overlong_factor
+        config = self.config
+        params = replace(config.sampling, seed=derive_seed(config.seed, "group", g))
+        rollouts = await self._rollouts(self.task.problem("train", g), g, params, f"group-{g}")
+        limits = config.max_tokens, config.overlong_buffer_tokens, config.overlong_factor
         return RolloutGroup(g, [replace(r, penalty=overlong_penalty(len(r.logprobs), *limits)) for r in rollouts])
 
-    async def evaluate(self, problems: Sequence[Problem], temperature: float, name: str) -> EvalResult:
+    async def evaluate(self, problems: Sequence[Problem], temperature: float, name: str) -> list[Rollout]:
         """One completion per problem at ``temperature`` (0: greedy), with evaluation's own seeds."""
         # Raw: the processed logprob of a greedy token is 0 by definition, and says nothing.
-        params = replace(self.params, n=1, temperature=temperature, top_p=1.0, top_k=0, logprobs_mode="raw_logprobs")
-        groups = await gather([
-            self._rollouts(problem, i, replace(params, seed=eval_seed(self.run_seed, i)), f"{name}-{i}")
-            for i, problem in enumerate(problems)
-        ])  # fmt: skip
-        rollouts = [group[0] for group in groups]
-        count = max(len(rollouts), 1)
-        return EvalResult(
-            accuracy=sum(r.reward >= 1.0 for r in rollouts) / count,
-            reward=sum(r.reward for r in rollouts) / count,
-            num_problems=len(rollouts),
-            rollouts=rollouts,
+        params = SamplingParams(
+            temperature=temperature, max_tokens=self.config.max_tokens, detokenize=False, final_only=True
         )
+        seeds = [derive_seed(self.config.seed, "eval", i) for i in range(len(problems))]
+        groups = await gather([
+            self._rollouts(problem, i, replace(params, seed=seed), f"{name}-{i}")
+            for i, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
+        ])  # fmt: skip
+        return [rollout for group in groups for rollout in group]
 
     async def _rollouts(self, problem: Problem, g: int, params: SamplingParams, request_id: str) -> list[Rollout]:
+        limit_s = self.config.group_timeout_s
         try:
-            async with asyncio.timeout(self.group_timeout_s):
+            async with asyncio.timeout(limit_s):
                 outputs = await self._generate(problem.prompt_token_ids, params, request_id)
                 return await gather([
                     self._episode(problem, g, output, params, f"{request_id}-{output.index}") for output in outputs
@@ -98,8 +81,8 @@ class Sampler:
             if isinstance(error, MidstreamError):
                 raise
             raise TimedOut(
-                f"{request_id} was not generated and scored within {self.group_timeout_s:g} s; raise group_timeout_s, "
-                "or look whether the engine is paused"
+                f"{request_id} was not generated and scored within {limit_s:g} s; raise group_timeout_s, or look "
+                "whether the engine is paused"
             ) from error
 
     async def _episode(
@@ -107,8 +90,7 @@ class Sampler:
     ) -> Rollout:
         """What follows the first turn, and the reward. Later turns draw with the seed of the first: a draw depends on
         it and the token's position in the sequence."""
-        assert params.max_tokens is not None
-        task, budget = self.task, params.max_tokens
+        task, limit_s, left = self.task, self.config.reward_timeout_s, self.config.max_tokens
         turns: list[CompletionOutput] = []
         tokens: list[int] = []
         spans: list[WeightVersionSpan] = []
@@ -118,21 +100,21 @@ class Sampler:
             at = len(tokens)
             spans += [replace(s, start=s.start + at, end=s.end + at) for s in output.weight_versions]
             tokens += output.token_ids
-            budget -= len(output.token_ids)
+            left -= len(output.token_ids)
             completion = replace(task.completion(output.token_ids, output.finish_reason or "error"), earlier=earlier)
-            if completion.finish_reason != "stop" or len(earlier) + 1 >= getattr(task, "max_turns", 1):
+            if completion.finish_reason != "stop" or len(turns) >= getattr(task, "max_turns", 1):
                 break
-            reply = await next_turn(cast(TurnTask, task), problem, completion, self.reward_timeout_s)
+            reply = await next_turn(cast(TurnTask, task), problem, completion, limit_s)
             if reply is None:
                 break
             context = [*problem.prompt_token_ids, *tokens, *reply]
-            if budget == 0 or len(context) >= (self.max_model_len or math.inf):
+            if left == 0 or len(context) >= (self.max_model_len or math.inf):
                 completion = replace(completion, finish_reason="length")
                 break
             tokens += reply
             earlier += (completion,)
-            once = replace(params, n=1, seed=output.seed, max_tokens=budget)
-            (output,) = await self._generate(context, once, f"{request_id}-turn-{len(earlier) + 1}")
+            once = replace(params, n=1, seed=output.seed, max_tokens=left)
+            (output,) = await self._generate(context, once, f"{request_id}-turn-{len(turns) + 1}")
         return Rollout(
             group=g,
             index=turns[0].index,
@@ -142,9 +124,9 @@ class Sampler:
             spans=spans,
             seed=output.seed,
             finish_reason=completion.finish_reason,
-            reward=await score(task, problem, completion, self.reward_timeout_s),
+            reward=await score(task, problem, completion, limit_s),
             kv_versions=[version for turn in turns for version in turn.kv_versions or ()] or None,
-            num_reprefilled_tokens=sum(turn.num_reprefilled_tokens for turn in turns),
+            params=params,
         )
 
     async def _generate(
@@ -155,11 +137,8 @@ class Sampler:
         attempt = 0
         while True:
             name = request_id if attempt == 0 else f"{request_id}-retry-{attempt}"
-            try:
+            with contextlib.suppress(EnginePaused):
                 output = await self.client.generate_one(prompt_token_ids, params, request_id=name)
-            except EnginePaused:
-                pass
-            else:
                 outputs = sorted(output.outputs, key=lambda o: o.index)
                 bad = [o.finish_reason for o in outputs if o.finish_reason not in ("stop", "length", "abort")]
                 if bad or len(outputs) != params.n:
@@ -168,17 +147,3 @@ class Sampler:
                     return outputs
             attempt += 1
             await asyncio.sleep(_RETRY_S)  # the group's own time limit bounds how often
-
-
-def sampling_params(config: TrainConfig) -> SamplingParams:
-    """How training rollouts are drawn; the trainer's logprobs are of the same distribution."""
-    return SamplingParams(
-        n=config.samples_per_group,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.max_tokens,
-        logprobs_mode="processed_logprobs",
-        detokenize=False,
-        final_only=True,
-    )

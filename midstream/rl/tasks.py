@@ -6,8 +6,10 @@ import importlib.util
 import inspect
 import json
 import random
+import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,13 @@ from midstream.types import FinishReason
 _MAX_ATTEMPTS = 10_000
 
 
+@dataclass(eq=False)
 class TextTask:
     """Base of the tasks here: draws prompts until one hashes to the split, and decodes completions."""
 
+    tokenizer: Tokenizer
+    seed: int
     name = "task"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        self.tokenizer = tokenizer
-        self.seed = seed
 
     def draw(self, rng: random.Random) -> tuple[str, Any]:
         """A prompt and the task's data for it."""
@@ -47,12 +48,14 @@ class TextTask:
     def completion(self, token_ids: list[int], finish_reason: FinishReason) -> Completion:
         return Completion(token_ids, self.tokenizer.decode(token_ids), finish_reason)
 
-    async def reward(self, problem: Problem, completion: Completion) -> float:
-        raise NotImplementedError
-
 
 class ExactTask(TextTask):
     """Reward 1 for exactly the answer followed by the end-of-sequence token, else 0. ``data`` is the answer."""
+
+    def __post_init__(self) -> None:
+        lengths = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith(("min_", "max_"))}
+        if sorted([1, *lengths.values()]) != [1, *lengths.values()]:
+            raise InvalidInput(f"task {self.name}: 1 <= min <= max must hold, got {lengths}")
 
     async def reward(self, problem: Problem, completion: Completion) -> float:
         # Compared as ids: what the model emitted, not what a decoder makes of it.
@@ -61,97 +64,83 @@ class ExactTask(TextTask):
         return float(ids[:-1] == right and ids[-1] in self.tokenizer.eos_token_ids)
 
 
+@dataclass(eq=False)
 class ReverseTask(ExactTask):
     """``abcdef=`` → ``fedcba``: a random word of lower-case letters, backwards."""
 
     name = "reverse"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int, min_letters: int = 5, max_letters: int = 8) -> None:
-        super().__init__(tokenizer, seed)
-        self.lengths = _bounds("letters", min_letters, max_letters)
+    min_letters: int = 5
+    max_letters: int = 8
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        word = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(*self.lengths)))
+        length = rng.randint(self.min_letters, self.max_letters)
+        word = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(length))
         return word + "=", word[::-1]
 
 
+@dataclass(eq=False)
 class AdditionTask(ExactTask):
     """``27+981=`` → ``1008``."""
 
     name = "addition"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int, min_digits: int = 2, max_digits: int = 3) -> None:
-        super().__init__(tokenizer, seed)
-        self.lengths = _bounds("digits", min_digits, max_digits)
+    min_digits: int = 2
+    max_digits: int = 3
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        a, b = (rng.randrange(10 ** (d - 1), 10**d) for d in (rng.randint(*self.lengths), rng.randint(*self.lengths)))
+        lengths = [rng.randint(self.min_digits, self.max_digits) for _ in range(2)]
+        a, b = (rng.randrange(10 ** (d - 1), 10**d) for d in lengths)
         return f"{a}+{b}=", str(a + b)
 
 
+@dataclass(eq=False)
 class SortTask(ExactTask):
     """``40213=`` → ``01234``: digits in ascending order."""
 
     name = "sort"
-
-    def __init__(self, tokenizer: Tokenizer, seed: int, min_digits: int = 6, max_digits: int = 10) -> None:
-        super().__init__(tokenizer, seed)
-        self.lengths = _bounds("digits", min_digits, max_digits)
+    min_digits: int = 6
+    max_digits: int = 10
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(*self.lengths)))
+        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(self.min_digits, self.max_digits)))
         return digits + "=", "".join(sorted(digits))
 
 
-def _bounds(what: str, low: int, high: int) -> tuple[int, int]:
-    if not 1 <= low <= high:
-        raise InvalidInput(f"min_{what} and max_{what} must satisfy 1 <= min <= max, got {low} and {high}")
-    return low, high
-
-
+@dataclass(eq=False)
 class ReasoningGymTask(TextTask):
-    """Any task of the ``reasoning-gym`` package, by default through the model's chat template.
+    """Any task of the ``reasoning-gym`` package, by default through the model's chat template."""
 
-    ``config`` goes to the dataset. ``instruction`` is put after the question. The answer is the completion's text,
-    stripped; with ``first_line``, what stands before its first line break. ``chat=False`` gives the bare question to
-    a model that only continues text. ``partial_credit``: the dataset's own score, which for many tasks pays something
-    for an answer that contains the right one; otherwise 1 for a full score and 0 for less.
-    """
+    dataset: str
+    """Its name there."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """For the dataset."""
+    instruction: str = "Answer with the result only."
+    """Put after the question."""
+    partial_credit: bool = False
+    """The dataset's own score, which for many tasks pays something for an answer that contains the right one; otherwise
+    1 for a full score and 0 for less."""
+    chat: bool = True
+    """False: the bare question, for a model that only continues text."""
+    first_line: bool = False
+    """The answer is what stands before the first line break of the completion's text, stripped; otherwise all of it."""
 
     _SIZE = 1 << 30  # datasets make entry i from (seed, i) when asked; the size only bounds i
 
-    def __init__(
-        self,
-        dataset: str,
-        tokenizer: Tokenizer,
-        seed: int,
-        config: Mapping[str, Any] | None = None,
-        instruction: str = "Answer with the result only.",
-        partial_credit: bool = False,
-        chat: bool = True,
-        first_line: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
         try:
             import reasoning_gym
         except ImportError as error:
             raise InvalidInput(
                 "task reasoning_gym needs the package reasoning-gym: pip install reasoning-gym"
             ) from error
-        super().__init__(tokenizer, seed)
-        self.name = f"reasoning_gym:{dataset}"
-        self.instruction = instruction
-        self.partial_credit = partial_credit
-        self.chat = chat
-        self.first_line = first_line
+        self.name = f"reasoning_gym:{self.dataset}"
         try:
-            self._dataset = reasoning_gym.create_dataset(dataset, size=self._SIZE, seed=seed, **(config or {}))
+            self._made = reasoning_gym.create_dataset(self.dataset, size=self._SIZE, seed=self.seed, **self.config)
         except (ValueError, TypeError, AssertionError) as error:
-            raise InvalidInput(
-                f"reasoning_gym cannot make {dataset!r} with config {dict(config or {})}: {error}"
-            ) from error
+            what = f"{self.dataset!r} with config {self.config}"
+            raise InvalidInput(f"reasoning_gym cannot make {what}: {error}") from error
 
     def draw(self, rng: random.Random) -> tuple[str, Any]:
-        entry = self._dataset[rng.randrange(self._SIZE)]
+        entry = self._made[rng.randrange(self._SIZE)]
         return str(entry["question"]), entry
 
     def encode_prompt(self, prompt: str) -> list[int]:
@@ -162,7 +151,7 @@ class ReasoningGymTask(TextTask):
         answer = completion.text.strip()
         if self.first_line:
             answer = answer.partition("\n")[0].strip()
-        score = float(self._dataset.score_answer(answer, entry=problem.data))
+        score = float(self._made.score_answer(answer, entry=problem.data))
         return score if self.partial_credit else float(score >= 1.0)
 
 
@@ -286,48 +275,49 @@ def make_task(spec: str, tokenizer: Tokenizer, seed: int, options: Mapping[str, 
     A function of a file is called with (tokenizer, seed, **options) and returns a ``Task``, such as a ``PromptTask``.
     Raises ``InvalidInput`` for an unknown name or options that the task does not take.
     """
-    head, jsonl, reward = spec.partition(".jsonl")
-    kind, _, rest = spec.rpartition(":") if ".py:" in spec else spec.partition(":")
     make: Callable[..., Task]
     args: tuple[Any, ...] = (tokenizer, seed)
-    if jsonl and (not reward or (reward[0] == ":" and ".py:" in reward)):
-        file, _, function = reward[1:].rpartition(":")
-        given = _function_of_file(Path(file), function) if reward else None
+    if spec in _BUILT_IN:
+        make = _BUILT_IN[spec]
+    elif named := re.fullmatch("reasoning_gym:(.+)", spec):
+        make, args = ReasoningGymTask, (*args, named[1])
+    elif rows := re.fullmatch(r"(.+\.jsonl)(?::(.+\.py:[^:]+))?", spec):
+        given = _function_of_file(rows[2]) if rows[2] else None
         if given is not None and not inspect.iscoroutinefunction(given):
-            raise InvalidInput(f"the reward {reward[1:]} must be an `async def` of (problem, completion)")
-        make, args = jsonl_task, (Path(head + jsonl), given, *args)
-    elif kind in _BUILT_IN and not rest:
-        make = _BUILT_IN[kind]
-    elif kind == "reasoning_gym" and rest:
-        make, args = ReasoningGymTask, (rest, *args)
-    elif kind.endswith(".py") and rest:
-        make = _function_of_file(Path(kind), rest)
+            raise InvalidInput(f"the reward {rows[2]} must be an `async def` of (problem, completion)")
+        make, args = jsonl_task, (Path(rows[1]), given, *args)
+    elif re.fullmatch(r".+\.py:[^:]+", spec):
+        make = _function_of_file(spec)
     else:
         raise InvalidInput(
             f"unknown task {spec!r}; use {', '.join(_BUILT_IN)}, reasoning_gym:NAME, FILE.jsonl, "
             "FILE.jsonl:FILE.py:REWARD or FILE.py:FUNCTION"
         )
+    options = dict(options or {})
     try:
-        inspect.signature(make).bind(*args, **(options or {}))
+        inspect.signature(make).bind(*args, **options)
     except TypeError as error:
-        raise InvalidInput(f"task {spec!r} does not take the options {dict(options or {})}: {error}") from error
+        raise InvalidInput(f"task {spec!r} does not take the options {options}: {error}") from error
     try:
-        return make(*args, **(options or {}))
+        return make(*args, **options)
+    except InvalidInput:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"task {spec!r} cannot be made with the options {dict(options or {})}: {error}") from error
+        raise InvalidInput(f"task {spec!r} cannot be made with the options {options}: {error}") from error
 
 
-def _function_of_file(path: Path, name: str) -> Callable[..., Any]:
+def _function_of_file(spec: str) -> Callable[..., Any]:
+    """What ``FILE.py:NAME`` names."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file)
     if not path.is_file():
         raise InvalidInput(f"task file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"midstream_task_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look their module up
+    found = importlib.util.spec_from_file_location(f"midstream_task_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses in the file look their module up
     try:
-        spec.loader.exec_module(module)
+        found.loader.exec_module(module)
     except Exception as error:
         raise InvalidInput(f"task file {path} failed to load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)

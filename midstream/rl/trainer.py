@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,45 +37,21 @@ from torch import Tensor
 from midstream.errors import InvalidInput
 from midstream.rl import report
 from midstream.rl.advantage import build_batch
-from midstream.rl.buffer import RolloutBuffer
 from midstream.rl.config import TrainConfig
 from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Task, heldout_problems
-from midstream.rl.loss import LossStats, clip_grad_norm, dapo_loss
+from midstream.rl.loss import clip_grad_norm, dapo_loss
+from midstream.rl.policy import Policy
 from midstream.rl.rollout import GroupSource, RolloutWorker, SyncRollouts
 from midstream.rl.run_directory import RunDirectory
-from midstream.rl.sampler import Sampler, sampling_params
-from midstream.rl.sync import Sends, UpdateRecord, WeightSync
-from midstream.rl.types import EvalResult, MicroBatch, TakenGroups, TrainBatch
-from midstream.types import SamplingParams
+from midstream.rl.sampler import Sampler
+from midstream.rl.sync import UpdateRecord, WeightSync
+from midstream.rl.types import MicroBatch
+from midstream.weights.base import TrainerWeightTransferEngine
 from midstream.weights.manifest import digest, weights_id
-from midstream.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from midstream.serving.client import EngineClient
-
-
-class Policy(Protocol):
-    """The model being trained: float32 masters, and a forward that computes the engine's bits."""
-
-    def logprobs(self, sequences: list[tuple[list[int], list[list[int]]]], params: SamplingParams) -> Tensor:
-        """[T] float32 with gradient: the logprob of every completion token, in the order of ``sequences``, under the
-        distribution that ``params`` (temperature, top_k, top_p) samples from. Each entry is a prompt and the
-        completions that share it."""
-
-    def parameters(self) -> Iterable[Tensor]:
-        """The float32 masters, always in the same order."""
-
-    def source(self) -> WeightSource:
-        """What the engine gets: the masters cast to its dtype, under checkpoint names."""
-
-    def save(self, directory: Path) -> None:
-        """A model directory that transformers opens."""
-
-    def state(self) -> dict[str, Tensor]:
-        """The masters by name, for a checkpoint."""
-
-    def load_state(self, state: dict[str, Tensor]) -> None: ...
 
 
 class AsyncTrainer:
@@ -81,9 +59,9 @@ class AsyncTrainer:
 
     The caller owns the engine, its client, and the engine thread that the client lives on; ``transfer`` is the trainer
     half of the weight transfer, its channel open. ``checker`` recomputes a finished run and returns the number of
-    tokens whose logprob came out exact; None leaves ``exact_tokens`` unset. ``step_log`` is the file that the engine
-    logs its steps to. ``resume`` is a checkpoint of an earlier run (a directory under ``checkpoints/``).
-    ``max_model_len``: the engine's, where an episode of several turns shall end at it.
+    tokens whose logprob came out exact; None leaves ``exact_tokens`` unset. ``resume`` is a checkpoint of an earlier
+    run (a directory under ``checkpoints/``). ``max_model_len``: the engine's, where an episode of several turns shall
+    end at it.
 
     Whatever fails (an optimizer step, a reward, an update, the engine) ends ``train`` with that error; generation is
     stopped, and the checkpoints and lines written so far stay.
@@ -96,22 +74,19 @@ class AsyncTrainer:
         policy: Policy,
         client: EngineClient,
         engine: EngineThread,
-        transfer: Sends,
+        transfer: TrainerWeightTransferEngine,
         task: Task,
         run_directory: str | Path,
-        step_log: str | Path | None = None,
         resume: str | Path | None = None,
         max_model_len: int | None = None,
-        on_step: Callable[[dict[str, Any]], None] | None = None,
+        on_step: Callable[[dict[str, Any]], None] = lambda line: None,
         checker: Callable[[Path], int] | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
         self._engine = engine
-        self._params = sampling_params(config)
-        self._sampler = Sampler.from_config(client, task, config, max_model_len)
+        self._sampler = Sampler(client, task, config, max_model_len)
         self._problems = heldout_problems(task, config.eval_problems)
-        self._step_log = Path(step_log) if step_log is not None else None
         self._on_step = on_step
         self._checker = checker
         self._optimizer = torch.optim.AdamW(
@@ -120,16 +95,17 @@ class AsyncTrainer:
         self.step = 0
         """Optimizer steps taken: the policy's version."""
         self._next_group = 0
-        self._totals = {"requests": 0, "requests_spanning_versions": 0}
         self._updates: list[UpdateRecord] = []
+        self._summary: dict[str, Any] = {}
         if resume is not None:
             self._load(Path(resume))
         if self.step >= config.steps:
             raise InvalidInput(f"the checkpoint is at step {self.step} already; steps is {config.steps}")
         self._files = RunDirectory(run_directory)
-        self._files.write_json("config.json", config.to_dict() | {"resumed_from": str(resume) if resume else None})
-        self._sync = WeightSync(transfer, timeout_s=4 * config.update_timeout_s, on_update=self._log_update)
-        self._source = self._make_source()
+        self._files.write_json("config.json", asdict(config) | {"resumed_from": str(resume) if resume else None})
+        self._sync = WeightSync(transfer, timeout_s=4 * config.update_timeout_s)
+        source = SyncRollouts if config.sync else RolloutWorker
+        self._source: GroupSource = source(self._sampler, engine, self._next_group, self.step)
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -137,18 +113,18 @@ class AsyncTrainer:
         started = time.monotonic()
         try:
             # The first push makes the engine hold this policy's very bytes, whatever it was started from.
-            self._sync.push(self.step)
+            self._sync.push(self.step, on_commit=self._log_update)
             self._sync.wait()
-            before = self._evaluate("before")
-            self._source.start()
+            self._evaluate("before")
             t0 = time.monotonic()
             while self.step < self.config.steps:
                 self._train_step(started)
             self._sync.wait()
-            seconds = time.monotonic() - t0
-            self._close_source()
-            after = self._evaluate("after")
-            return self._summarise(before, after, seconds, started)
+            self._summary["training_s"] = time.monotonic() - t0
+            for group in self._source.close():
+                self._files.log_rollouts("left over", group.rollouts)
+            self._evaluate("after")
+            return self._summarise(started)
         finally:
             with contextlib.suppress(Exception):  # whatever ended the run is the error to see
                 self._source.close()
@@ -157,43 +133,50 @@ class AsyncTrainer:
 
     def _train_step(self, started: float) -> None:
         asked = time.monotonic()
+        if self.config.sync:
+            self._sync.wait()  # nothing is generated before the engine holds the last step's weights
         taken = self._source.take(self.config.step_timeout_s)
         began = time.monotonic()
         step = self.step
         assert taken.step == step, f"the source served step {taken.step} to step {step}"
-        self._log_groups(taken)
-        batch = build_batch(step, taken.groups, self.config.max_micro_batch_tokens)
-        metrics = self._optimize(batch)
+        for kind, groups in (("train", taken.groups), ("useless", taken.useless)):
+            for group in groups:
+                self._files.log_rollouts(kind, group.rollouts, step)
+        metrics = self._optimize(build_batch(taken.groups, self.config.max_micro_batch_tokens))
         self._next_group = taken.next_group
-        self._sync.push(step + 1, on_commit=lambda: self._source.release(step), on_error=self._source.fail)
+
+        def committed(record: UpdateRecord) -> None:
+            self._source.release(step)  # first, so that generation need not wait for what follows
+            self._log_update(record)
+
+        self._sync.push(self.step, committed, self._source.fail)
         ended = time.monotonic()
-        if self.step == self.config.steps or (
-            self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0
-        ):
+        every = self.config.checkpoint_every
+        if self.step == self.config.steps or (every and self.step % every == 0):
             self._save()
         line = {"step": step, "time_s": ended - started, "t0": began, "t1": ended, "wait_s": began - asked}
         line |= metrics | report.describe_groups(taken)
         last = self._updates[-1]  # there is one: the push before the first step
         line |= {"updates": len(self._updates), "stall_ms": last.stall_ms, "update_s": last.seconds}
         line["tokens_per_s"] = line["tokens"] / max(ended - asked, 1e-9)
-        self._files.log_step(line)
-        if self._on_step is not None:
-            self._on_step(line)
+        self._files.log("metrics", line)
+        self._on_step(line)
 
     # -- one optimizer step ------------------------------------------------------------------------------------------
 
-    def _optimize(self, batch: TrainBatch) -> dict[str, Any]:
+    def _optimize(self, micro_batches: list[MicroBatch]) -> dict[str, Any]:
         """Gradient of the whole batch, micro-batch by micro-batch, then one AdamW step. Returns its metrics."""
+        num_tokens = sum(len(rollout.logprobs) for batch in micro_batches for rollout in batch.rollouts)
         self._optimizer.zero_grad(set_to_none=True)
-        loss, stats, fresh, fresh_exact = 0.0, None, 0, 0
-        for micro_batch in batch.micro_batches:
-            loss_sum, part, tokens, equal = self._loss(micro_batch)
-            (loss_sum / batch.num_tokens).backward()
-            loss += loss_sum.item() / batch.num_tokens
-            stats = part if stats is None else stats + part
+        means: dict[str, float] = defaultdict(float)
+        fresh, fresh_exact = 0, 0
+        for micro_batch in micro_batches:
+            loss_sum, sums, tokens, equal = self._loss(micro_batch)
+            (loss_sum / num_tokens).backward()
+            for name, value in (sums | {"loss": loss_sum.item()}).items():
+                means[name] += value / num_tokens
             fresh += tokens
             fresh_exact += equal
-        assert stats is not None
         norm = clip_grad_norm(self.policy.parameters(), self.config.max_grad_norm)
         lr = self.config.lr * min(1.0, (self.step + 1) / max(self.config.warmup_steps, 1))
         for group in self._optimizer.param_groups:
@@ -203,23 +186,22 @@ class AsyncTrainer:
         stalled = time.monotonic() - waiting
         self._optimizer.step()
         self.step += 1
-        return {
-            "loss": loss,
+        return means | {
             "grad_norm": norm,
             "lr": lr,
             "update_wait_s": stalled,
-            "micro_batches": len(batch.micro_batches),
+            "micro_batches": len(micro_batches),
             "fresh_tokens": fresh,
             "fresh_tokens_exact": fresh_exact,
-            **stats.means(),
         }
 
-    def _loss(self, micro_batch: MicroBatch) -> tuple[Tensor, LossStats, int, int]:
-        """The loss summed over the micro-batch, and how many tokens drawn from the very weights being trained there
-        are, and for how many of them trainer and engine computed the same bits (all of them, where it is exact)."""
+    def _loss(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, float], int, int]:
+        """The loss summed over the micro-batch, the sums of what is reported, and how many tokens drawn from the very
+        weights being trained there are, and for how many of them trainer and engine computed the same bits (all of
+        them, where it is exact)."""
         rollouts, config = micro_batch.rollouts, self.config
         lengths = [len(rollout.logprobs) for rollout in rollouts]
-        logprobs = self.policy.logprobs(micro_batch.sequences(), self._params)
+        logprobs = self.policy.logprobs(micro_batch.sequences(), config.sampling)
         device = logprobs.device
         ends = list(itertools.accumulate((len(rollout.output_token_ids) for rollout in rollouts), initial=0))
         if logprobs.numel() != ends[-1]:
@@ -231,7 +213,7 @@ class AsyncTrainer:
         advantages = torch.tensor(micro_batch.advantages, dtype=torch.float32, device=device)
         advantages = advantages.repeat_interleave(torch.tensor(lengths, device=device))
         proximal = logprobs.detach()
-        loss_sum, stats = dapo_loss(
+        loss_sum, sums = dapo_loss(
             logprobs,
             proximal,
             sampler,
@@ -243,113 +225,60 @@ class AsyncTrainer:
             lengths=lengths,
         )
         current = torch.tensor([v == self.step for r in rollouts for v in r.policy_versions], device=device)
-        return loss_sum, stats, int(current.sum()), int(((proximal == sampler) & current).sum())
+        return loss_sum, sums, int(current.sum()), int(((proximal == sampler) & current).sum())
 
     # -- around it ---------------------------------------------------------------------------------------------------
 
-    def _make_source(self) -> GroupSource:
-        config = self.config
-        if config.sync:
-            return SyncRollouts(
-                self._sampler,
-                config.groups_per_step,
-                self._engine,
-                dynamic_sampling=config.dynamic_sampling,
-                next_group=self._next_group,
-                next_step=self.step,
-            )
-        buffer = RolloutBuffer(
-            config.groups_per_step,
-            config.max_staleness,
-            dynamic_sampling=config.dynamic_sampling,
-            next_group=self._next_group,
-            next_step=self.step,
-            last_step=config.steps,
-        )
-        return RolloutWorker(self._sampler, buffer, self._engine)
-
-    def _close_source(self) -> None:
-        left_over = self._source.close()
-        for group in left_over:
-            self._files.log_rollouts("left over", group.rollouts, self._params, None)
-
-    def _evaluate(self, when: str) -> tuple[EvalResult, EvalResult] | None:
-        """Held-out problems, one completion each: sampled at temperature 1, and greedily."""
+    def _evaluate(self, when: str) -> None:
+        """Held-out problems, one completion each, sampled at temperature 1 and greedily: figures for the summary."""
         if not self._problems:
-            return None
-        results = []
-        for name, temperature in (("eval", 1.0), ("greedy", 0.0)):
+            return
+        for name, key, temperature in (("eval", "", 1.0), ("greedy", "greedy_", 0.0)):
             coroutine = self._sampler.evaluate(self._problems, temperature, f"{name}-{when}")
-            result = self._engine.run(coroutine, self.config.step_timeout_s, f"evaluation {when} training")
-            params = SamplingParams(temperature=temperature)
-            self._files.log_rollouts(f"{name} {when}", result.rollouts, params, None)
-            results.append(result)
-        return results[0], results[1]
-
-    def _log_groups(self, taken: TakenGroups) -> None:
-        for kind, groups in (("train", taken.groups), ("useless", taken.useless)):
-            for group in groups:
-                self._files.log_rollouts(kind, group.rollouts, self._params, taken.step)
-                self._totals["requests"] += len(group.rollouts)
-                self._totals["requests_spanning_versions"] += sum(r.spans_versions for r in group.rollouts)
+            rollouts = self._engine.run(coroutine, self.config.step_timeout_s, f"evaluation {when} training")
+            self._files.log_rollouts(f"{name} {when}", rollouts)
+            self._summary[f"{key}accuracy_{when}"] = fmean(rollout.reward >= 1.0 for rollout in rollouts)
+            self._summary[f"{key}reward_{when}"] = fmean(rollout.reward for rollout in rollouts)
+        self._summary["eval_problems"] = len(self._problems)
 
     def _log_update(self, record: UpdateRecord) -> None:
         self._updates.append(record)
-        self._files.log_update(record)
+        self._files.log("updates", asdict(record) | {"seconds": record.seconds})
         if self.config.keep_versions:
-            self._files.save_version(record, self.policy.source())
+            self._files.save_version(record, self.policy)
 
     def _save(self) -> None:
         with self._files.checkpoint(self.step) as directory:
             self.policy.save(directory)
-            torch.save(
-                {"optimizer": self._optimizer.state_dict(), "policy": self.policy.state()}, directory / "trainer.pt"
-            )
-            state = {"step": self.step, "next_group": self._next_group, "seed": self.config.seed}
-            (directory / "trainer.json").write_text(json.dumps(state) + "\n")
+            place = {"step": self.step, "next_group": self._next_group, "seed": self.config.seed}
+            tensors = {"optimizer": self._optimizer.state_dict(), "policy": self.policy.state()}
+            torch.save(place | tensors, directory / "trainer.pt")
 
     def _load(self, directory: Path) -> None:
         try:
-            state = json.loads((directory / "trainer.json").read_text())
-            tensors = torch.load(directory / "trainer.pt", weights_only=True)
-        except OSError as error:
+            state = torch.load(directory / "trainer.pt", weights_only=True)
+            seed = state["seed"]
+        except (OSError, KeyError) as error:
             raise InvalidInput(f"{directory} is not a checkpoint to resume from: {error}") from error
-        if state["seed"] != self.config.seed:
+        if seed != self.config.seed:
             raise InvalidInput(
-                f"checkpoint {directory} belongs to seed {state['seed']}, not {self.config.seed}; groups depend on it"
+                f"checkpoint {directory} belongs to seed {seed}, not {self.config.seed}; groups depend on it"
             )
-        self.policy.load_state(tensors["policy"])
-        self._optimizer.load_state_dict(tensors["optimizer"])
+        self.policy.load_state(state["policy"])
+        self._optimizer.load_state_dict(state["optimizer"])
         self.step, self._next_group = state["step"], state["next_group"]
 
-    def weight_digest(self) -> str:
-        """One hash over the float32 masters: equal if and only if two runs ended with the same bits."""
-        return weights_id({name: digest(tensor) for name, tensor in self.policy.state().items()})
-
-    def _summarise(
-        self,
-        before: tuple[EvalResult, EvalResult] | None,
-        after: tuple[EvalResult, EvalResult] | None,
-        training_s: float,
-        started: float,
-    ) -> dict[str, Any]:
-        summary: dict[str, Any] = {"steps": self.step, "steps_taken": len(self._updates) - 1, "training_s": training_s}
-        for when, results in (("before", before), ("after", after)):
-            if results is not None:
-                sampled, greedy = results
-                summary[f"accuracy_{when}"] = sampled.accuracy
-                summary[f"greedy_accuracy_{when}"] = greedy.accuracy
-                summary[f"reward_{when}"] = sampled.reward
-                summary[f"greedy_reward_{when}"] = greedy.reward
-                summary["eval_problems"] = sampled.num_problems
-        summary |= self._totals
-        summary["tokens"] = self._files.num_tokens
-        summary["weight_digest"] = self.weight_digest()
-        if self._step_log is not None:
-            log = report.StepLog.read(self._step_log)
-            training = report.read_lines(self._files.path / "metrics.jsonl")
-            summary |= report.engine_figures(log, training, self.config.max_num_seqs)
-        summary["exact_tokens"] = self._checker(self._files.path) if self._checker is not None else None
+    def _summarise(self, started: float) -> dict[str, Any]:
+        """Everything else of summary.json. ``weight_digest`` is a hash over the float32 masters: equal if and only if
+        two runs ended with the same bits."""
+        run, summary = self._files.path, self._summary
+        summary |= {"steps": self.step, "steps_taken": len(self._updates) - 1, "tokens": self._files.num_tokens}
+        summary["weight_digest"] = weights_id({name: digest(tensor) for name, tensor in self.policy.state().items()})
+        metrics = report.read_lines(run / "metrics.jsonl")
+        summary["requests"] = sum(line["rollouts"] for line in metrics)
+        summary["requests_spanning_versions"] = sum(line["rollouts_spanning"] for line in metrics)
+        summary |= report.engine_figures(report.StepLog.read(run), metrics, self.config.max_num_seqs)
+        summary["exact_tokens"] = self._checker(run) if self._checker is not None else None
         summary["total_s"] = time.monotonic() - started
         self._files.write_json("summary.json", summary)
         return summary

@@ -9,26 +9,19 @@ The trainer labels the weights it sends with that number, so every token of a ru
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass, field
 
 from midstream.errors import InvalidInput
-from midstream.types import MAX_SEED, FinishReason, WeightVersionSpan
+from midstream.types import MAX_SEED, FinishReason, SamplingParams, WeightVersionSpan
 
 
 def derive_seed(run_seed: int, purpose: str, index: int) -> int:
-    """63 bits for the ``index``-th use of ``purpose``: f(run seed, g). Different purposes never share randomness."""
+    """63 bits for the ``index``-th use of ``purpose``. Purposes never share randomness: how often one evaluates
+    ("eval") changes nothing that is trained on ("group"). Child k of a group has ``child_seed``, given by the engine.
+    """
     digest = hashlib.blake2b(f"{purpose}/{run_seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
-
-
-def group_seed(run_seed: int, g: int) -> int:
-    """The sampling seed of group g. Its completion k has ``child_seed(group_seed, k)``, given by the engine."""
-    return derive_seed(run_seed, "group", g)
-
-
-def eval_seed(run_seed: int, index: int) -> int:
-    """Evaluation draws from seeds of its own: how often one evaluates changes nothing that is trained on."""
-    return derive_seed(run_seed, "eval", index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +49,19 @@ class Rollout:
     penalty: float = 0.0
     """Soft overlong punishment, <= 0; training uses ``reward + penalty``."""
     kv_versions: list[tuple[int, int, int]] | None = None
-    """Of each turn's request that reported them, one after the other."""
-    num_reprefilled_tokens: int = 0
+    """(version, start, end) over prompt + output, of each turn's request that kept KV across an update."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """What it was drawn with; temperature, top_p and top_k count. Of greedy tokens the logprobs are the model's own."""
 
     def __post_init__(self) -> None:
-        length = len(self.output_token_ids)
-        covered = [(span.start, span.end) for span in self.spans]
-        if not length or not covers(covered, length, len(self.logprobs)):
+        edges = [edge for span in self.spans for edge in (span.start, span.end)]
+        whole = bool(edges) and edges == sorted(edges) and edges[0] == 0 and edges[-1] == len(self.output_token_ids)
+        if not whole or not self.output_token_ids or len(self.sampled) != len(self.logprobs):
             raise InvalidInput(
-                f"rollout {self.index} of group {self.group} is malformed: {length} tokens, {len(self.logprobs)} "
-                f"logprobs, version spans {covered}; every sampled token needs a logprob and exactly one version"
+                f"rollout {self.index} of group {self.group} is malformed: {len(self.output_token_ids)} tokens, "
+                f"{len(self.logprobs)} logprobs, version spans {[(span.start, span.end) for span in self.spans]}; "
+                "every sampled token needs a logprob and exactly one version"
             )
-
-    @property
-    def training_reward(self) -> float:
-        return self.reward + self.penalty
-
-    @property
-    def policy_versions(self) -> list[int]:
-        """The policy version of each sampled token, from the trainer's labels."""
-        return [policy_version(span) for span in self.spans for _ in range(span.start, span.end)]
 
     @property
     def sampled(self) -> list[int]:
@@ -83,20 +69,14 @@ class Rollout:
         return [i for span in self.spans for i in range(span.start, span.end)]
 
     @property
-    def oldest_version(self) -> int:
-        return min(policy_version(span) for span in self.spans)
+    def policy_versions(self) -> list[int]:
+        """The policy version of each sampled token, from the trainer's labels."""
+        return [policy_version(span) for span in self.spans for _ in range(span.start, span.end)]
 
     @property
     def spans_versions(self) -> bool:
         """Its weights changed while it was being generated."""
         return len({span.number for span in self.spans}) > 1
-
-
-def covers(spans: list[tuple[int, int]], length: int, num_sampled: int) -> bool:
-    """Spans in order, from the first of ``length`` tokens to the last, over ``num_sampled`` tokens in all."""
-    edges = [edge for span in spans for edge in span]
-    in_order = bool(edges) and edges == sorted(edges) and edges[0] == 0 and edges[-1] == length
-    return in_order and sum(end - start for start, end in spans) == num_sampled
 
 
 def policy_version(span: WeightVersionSpan) -> int:
@@ -120,16 +100,11 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        return [rollout.training_reward for rollout in self.rollouts]
+        return [rollout.reward + rollout.penalty for rollout in self.rollouts]
 
     @property
     def oldest_version(self) -> int:
-        return min(rollout.oldest_version for rollout in self.rollouts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled ones."""
-        return sum(len(rollout.logprobs) for rollout in self.rollouts)
+        return min(policy_version(span) for rollout in self.rollouts for span in rollout.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,32 +130,5 @@ class MicroBatch:
 
     def sequences(self) -> list[tuple[list[int], list[list[int]]]]:
         """(prompt, completions) with neighbours of one group sharing their prompt, in order."""
-        out: list[tuple[list[int], list[list[int]]]] = []
-        last_group = None
-        for rollout in self.rollouts:
-            if rollout.group != last_group:
-                out.append((rollout.prompt_token_ids, []))
-                last_group = rollout.group
-            out[-1][1].append(rollout.output_token_ids)
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """One optimizer step's worth of data, cut into micro-batches; a function of the groups alone."""
-
-    step: int
-    micro_batches: list[MicroBatch]
-    num_tokens: int
-    """Sampled tokens in the whole batch: the denominator of the token-level mean."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvalResult:
-    """One pass over the held-out problems."""
-
-    accuracy: float
-    """Share of problems with full reward (>= 1)."""
-    reward: float
-    num_problems: int
-    rollouts: list[Rollout] = field(repr=False, default_factory=list)
+        groups = [list(group) for _, group in itertools.groupby(self.rollouts, key=lambda rollout: rollout.group)]
+        return [(group[0].prompt_token_ids, [rollout.output_token_ids for rollout in group]) for group in groups]
