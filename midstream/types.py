@@ -63,14 +63,6 @@ class RequestStatus(enum.Enum):
         return self.name.startswith("FINISHED")
 
 
-class PauseState(enum.IntEnum):
-    """What may be scheduled: everything, only requests accepted before the pause, or nothing."""
-
-    UNPAUSED = 0
-    PAUSED_NEW = 1
-    PAUSED_ALL = 2
-
-
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
     """The weights an engine holds.

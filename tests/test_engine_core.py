@@ -330,7 +330,7 @@ def test_case_062_a_thousand_aborted_groups_leave_no_record(make: Callable[..., 
         assert driver.output(name).finished
     driver.check_idle()
     core = driver.core
-    assert not core._jobs and not core.pauses.is_waiting and not core.outputs.increments
+    assert not core.worker.is_busy and not core.pauses.is_waiting and not core.outputs.increments
 
 
 def test_case_063_a_group_is_admitted_whole_or_not(make: Callable[..., Driver]) -> None:
@@ -1130,7 +1130,7 @@ def test_case_029_case_030_a_failed_update_leaves_the_old_weights_bit_for_bit(
     driver.add(prompt(8), "after", max_tokens=5)
     driver.run()
     Teacher(driver, {1: W1}).check([driver.output("after")], PLAIN)
-    assert not driver.core._jobs and not driver.core.updates._in_flight
+    assert not driver.core.worker.is_busy and not driver.core.updates._in_flight
 
 
 def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]) -> None:
@@ -1159,13 +1159,13 @@ def test_without_a_limit_of_its_own_a_request_goes_on_to_what_the_cache_holds(ma
 @pytest.mark.parametrize(
     ("ids", "params", "match"),
     [
-        ([], {}, "prompt is empty"),
+        ([], {}, "empty prompt"),
         ([1, 160], {}, "token id 160 is not in"),
         ([-1], {}, "token id -1 is not in"),
         ([1, True], {}, "token id True is not in"),
         ([1.5], {}, "token id 1.5 is not in"),
-        ([3] * 512, {}, "leaves no room in max_model_len 512"),
-        ([3] * 600, {}, "leaves no room in max_model_len 512"),
+        ([3] * 512, {}, "leaves no room to generate: .* at most 512"),
+        ([3] * 600, {}, "leaves no room to generate: .* at most 512"),
         ([3] * 100, {"max_tokens": None}, "num_blocks"),
         ([3], {"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
         ([3], {"max_tokens": -4}, "max_tokens must be >= 1, got -4"),

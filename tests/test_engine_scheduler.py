@@ -10,7 +10,6 @@ from midstream.types import (
     Request,
     RequestStatus,
     SamplingParams,
-    WeightVersion,
     WeightVersionSpan,
     child_seed,
     versions_of,
@@ -296,15 +295,6 @@ def test_drop_kv_computes_everything_again_under_the_same_version() -> None:
     engine.run()
     assert outputs(requests) == [reference_tokens(prompt_of(13), r.seed, 12) for r in requests]
     assert requests[0].num_reprefilled_tokens == 17
-
-
-def test_commit_refuses_what_it_does_not_know() -> None:
-    engine = FakeEngine()
-    with pytest.raises(InvalidInput, match="kv_policy"):
-        engine.scheduler.commit(WeightVersion(1, "x"), "drop")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="grow"):
-        engine.scheduler.commit(WeightVersion(0, "x"), "keep")
-    assert engine.scheduler.version == WeightVersion(0, "v0")
 
 
 @pytest.mark.parametrize("budget", [4, 64])

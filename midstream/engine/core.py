@@ -21,12 +21,12 @@ from typing import IO, Any, cast
 
 from midstream.config import EngineConfig
 from midstream.engine import protocol as p
-from midstream.engine.grammar import Grammar, GrammarCompiler
+from midstream.engine.grammar import GrammarCompiler
 from midstream.engine.pauses import Pauses
 from midstream.engine.scheduler import Scheduler
 from midstream.engine.sleep import Sleep
 from midstream.engine.updates import WeightUpdates
-from midstream.engine.worker import Done, Worker
+from midstream.engine.worker import Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
 from midstream.ops.numerics import difference
@@ -36,22 +36,12 @@ from midstream.types import (
     RequestIncrement,
     RequestStatus,
     SamplingParams,
-    StructuredOutputs,
     WeightVersion,
     child_id,
     child_seed,
 )
 from midstream.weights.manifest import digest, weights_id
 from midstream.weights.session import UpdateSession
-
-
-@dataclass(slots=True)
-class Reply:
-    """The one answer to call ``op``: a value, or an error."""
-
-    op: int
-    value: dict[str, Any] | None = None
-    error: MidstreamError | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +52,7 @@ class CoreOutputs:
     failed: list[tuple[str, MidstreamError]] = field(default_factory=list)
     """(parent id, why): requests ended by an error of a step, or whose grammar does not compile; nothing more comes
     for them."""
-    replies: list[Reply] = field(default_factory=list)
+    replies: list[p.Reply | p.Fail] = field(default_factory=list)
 
 
 class EngineCore:
@@ -86,7 +76,6 @@ class EngineCore:
         self.protocol = p.Protocol()
         self.outputs = CoreOutputs()
         self.num_steps = 0
-        self._jobs: dict[int, Callable[[Done], None]] = {}
         self._once_paused: dict[Any, Callable[[], None]] = {}
         self._is_checked = True
         self._log = _open_log(config.step_log)
@@ -147,6 +136,8 @@ class EngineCore:
         eos = () if params.ignore_eos else self.worker.model_config.eos_token_ids
         stop = frozenset((*params.stop_token_ids, *eos))
         wanted = params.structured_outputs
+        if wanted is not None:
+            self.grammars.require_tokenizer()
         requests = [
             Request(
                 request_id=child_id(request_id, k, params.n),
@@ -165,40 +156,22 @@ class EngineCore:
         ]
         self.scheduler.add(requests)
         if wanted is not None:
-            try:
-                self._compile(wanted, requests)
-            except InvalidInput:
-                self.scheduler.fail([request_id])
-                raise
+            self.grammars.start(wanted, requests)
 
-    def _compile(self, wanted: StructuredOutputs, requests: list[Request]) -> None:
-        """Beside the steps; until it is done the requests are held. Those that end meanwhile are left as they are."""
-
-        def live() -> list[Request]:
-            return [request for request in requests if not request.status.is_finished]
-
-        def done(result: list[Grammar] | InvalidInput) -> None:
-            if isinstance(result, InvalidInput):
-                if self.scheduler.fail([request.request_id for request in live()]):
-                    self.outputs.failed.append((requests[0].parent_id, result))
-            else:
-                for request, grammar in zip(requests, result, strict=False):
-                    request.grammar = grammar
-                self.scheduler.release(live())
-
-        self.grammars.start(wanted, len(requests), lambda: bool(live()), done)
+    def _settle_grammars(self) -> None:
+        """Requests whose grammars are made since the last step are ready; those that have none, or ended, are over."""
+        for requests, error in self.grammars.settle():
+            live = [request for request in requests if not request.status.is_finished]
+            if error is None:
+                self.scheduler.release(live)
+            elif self.scheduler.fail([request.request_id for request in live]):
+                self.outputs.failed.append((requests[0].parent_id, error))
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise InvalidInput("the prompt is empty: give at least one token")
         vocab = self.worker.model_config.vocab_size
         bad = next((t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None)
         if bad is not None:
             raise InvalidInput(f"prompt token id {bad!r} is not in [0, {vocab})")
-        if len(prompt) >= self.worker.max_model_len:
-            raise InvalidInput(
-                f"a prompt of {len(prompt)} tokens leaves no room in max_model_len {self.worker.max_model_len}"
-            )
         outside = [t for t in params.stop_token_ids if t >= vocab]
         if outside:
             raise InvalidInput(f"stop_token_ids {outside} are not in [0, {vocab})")
@@ -210,7 +183,7 @@ class EngineCore:
         return len(ended)
 
     def call(self, op: int, verb: str, arguments: dict[str, Any]) -> None:
-        """Take a verb; its one Reply comes in ``outputs``, now or after later turns."""
+        """Take a verb; its one Reply or Fail comes in ``outputs``, now or after later turns."""
         try:
             handler = self._verbs.get(verb)
             if handler is None:
@@ -231,15 +204,6 @@ class EngineCore:
         """The weight update, owned by ``updates``."""
         return self.updates.session
 
-    @property
-    def has_jobs(self) -> bool:
-        """The staging thread works, or its results wait to be taken."""
-        return bool(self._jobs)
-
-    def run_job(self, job: int, then: Callable[[Done], None]) -> None:
-        """A job was given to the staging thread; ``then`` is called between two steps when it is done."""
-        self._jobs[job] = then
-
     # -- one turn ----------------------------------------------------------------------------------------------
 
     @property
@@ -259,14 +223,12 @@ class EngineCore:
     @property
     def is_waiting(self) -> bool:
         """Something is under way that needs turns though no step runs: staging jobs, time limits, open updates."""
-        return bool(self._jobs or self.pauses.is_waiting or self.session.is_open)
+        return bool(self.worker.is_busy or self.pauses.is_waiting or self.session.is_open)
 
     def step(self) -> bool:
         """One turn: settle what is due between two steps, then run one step if there is one. True if a step ran."""
-        while self.worker.completed:
-            done = self.worker.completed.popleft()
-            self._jobs.pop(done.job)(done)
-        self.grammars.settle()
+        self.worker.settle()
+        self._settle_grammars()
         self.act(self.protocol.boundary(self._facts()))
         self._watch_clock()  # after the boundary: what is complete now is not late
         if not self.may_step or not self.scheduler.has_ready:
@@ -392,12 +354,12 @@ class EngineCore:
 
     def reply(self, op: Any, value: dict[str, Any]) -> None:
         self.pauses.answered(op)
-        self.outputs.replies.append(Reply(op, value))
+        self.outputs.replies.append(p.Reply(op, value))
 
     def fail(self, op: Any, error: MidstreamError) -> None:
         self._once_paused.pop(op, None)
         self.pauses.answered(op, failed=True)
-        self.outputs.replies.append(Reply(op, error=error))
+        self.outputs.replies.append(p.Fail(op, error))
 
     def _abort_requests(self, op: int, request_ids: list[str] | None = None) -> None:
         if request_ids is not None and not (

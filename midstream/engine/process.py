@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from midstream.config import EngineConfig
+from midstream.engine.protocol import Fail, Reply
 from midstream.errors import InvalidInput, MidstreamError, to_wire
 from midstream.types import RequestIncrement, SamplingParams
 
@@ -195,7 +196,6 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(wake, zmq.POLLIN)
-    refused: list[tuple[str, dict[str, Any]]] = []
     while True:
         while socket.poll(0):
             try:
@@ -214,7 +214,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                             message.priority,
                         )
                     except MidstreamError as error:
-                        refused.append((message.request_id, to_wire(error)))
+                        core.outputs.failed.append((message.request_id, error))
                 case Abort():
                     core.abort(message.request_ids)
                 case Call():
@@ -224,16 +224,20 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                     return
         ran = core.step()
         outputs = core.take_outputs()
-        refused += [(request_id, to_wire(error)) for request_id, error in outputs.failed]
-        if outputs.increments or outputs.replies or refused:
-            answers = [Answer(r.op, r.value, to_wire(r.error) if r.error else None) for r in outputs.replies]
-            socket.send(encode(Outputs(outputs.increments, answers, refused)))
-            refused = []
+        if outputs.increments or outputs.failed or outputs.replies:
+            refused = [(request_id, to_wire(error)) for request_id, error in outputs.failed]
+            socket.send(encode(Outputs(outputs.increments, [_answer(reply) for reply in outputs.replies], refused)))
         if not ran and not core.has_work:
             for ready, _ in poller.poll(_WAITING_POLL_MS if core.is_waiting else _IDLE_POLL_MS):
                 if ready == wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(wake)
+
+
+def _answer(reply: Reply | Fail) -> Answer:
+    if isinstance(reply, Fail):
+        return Answer(reply.op, error=to_wire(reply.error))
+    return Answer(reply.op, reply.value)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from midstream.engine.worker import Done
+from midstream.engine.worker import Then
 from midstream.errors import Conflict, InvalidInput, MidstreamError, UpdateConflict
+from midstream.models.weights import ModelWeights
 from midstream.types import KV_POLICIES, KVPolicy, WeightVersion
 from midstream.weights.base import WeightTransferEngine
 from midstream.weights.manifest import weights_id
-from midstream.weights.session import SessionState, UpdateSession
+from midstream.weights.session import SessionState, TensorRecord, UpdateSession
 
 if TYPE_CHECKING:
     from midstream.engine.core import EngineCore
@@ -64,24 +65,21 @@ class WeightUpdates:
         self.trainer_fingerprint = None  # the trainer before this one is gone
         self._core.worker.transfer.interrupt()  # who waits on the old channel waits no longer
 
-        def done(result: Done) -> None:
-            if result.error:
-                return self._core.fail(op, _as_midstream(result.error))
+        def opened(reply: dict[str, Any]) -> None:
             self.trainer_fingerprint = numerics
-            self._core.reply(op, {**result.value, "fingerprint": self._core.worker.fingerprint})
+            self._core.reply(op, {**reply, "fingerprint": self._core.worker.fingerprint})
 
-        self._core.run_job(self._core.worker.init_transfer(init_info), done)
+        self._core.worker.init_transfer(init_info, self._unless_failed(op, opened))
 
     def shutdown_transfer(self, op: int) -> None:
         if self.session.is_open:
             raise UpdateConflict(f"weight update {self.session.session_id} is open: finish or abort it first")
+        reply = {"message": "Weight transfer shut down"}
+        self._core.worker.shutdown_transfer(self._unless_failed(op, lambda _: self._core.reply(op, reply)))
 
-        def done(result: Done) -> None:
-            if result.error:
-                return self._core.fail(op, _as_midstream(result.error))
-            self._core.reply(op, {"message": "Weight transfer shut down"})
-
-        self._core.run_job(self._core.worker.shutdown_transfer(), done)
+    def _unless_failed(self, op: int, then: Then) -> Then:
+        """For a job: its error answers ``op``, its value goes to ``then``."""
+        return lambda value: self._core.fail(op, value) if isinstance(value, MidstreamError) else then(value)
 
     def start(
         self, op: int, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
@@ -127,7 +125,7 @@ class WeightUpdates:
         except MidstreamError:
             transfer.interrupt()
             raise
-        self._stage(op, worker.receive(transfer, info, self.session.check), transfer, own)
+        worker.receive(transfer, info, self.session.check, self._staged(op, transfer, own))
 
     def reset(self, op: int) -> None:
         """All weights to zero, as a commit of its own; only while a pause holds."""
@@ -137,25 +135,25 @@ class WeightUpdates:
         self._start("full", None)
         self._finishing = finishing
         worker = self._core.worker
-        self._stage(op, worker.receive_zeros(self.session.check), worker.disk, own=True)
+        worker.receive_zeros(self.session.check, self._staged(op, worker.disk, own=True))
 
-    def _stage(self, op: int, job: int, transfer: WeightTransferEngine, own: bool) -> None:
-        """A chunk's job was submitted. ``own``: its session has no other, and its finish answers ``op``."""
+    def _staged(self, op: int, transfer: WeightTransferEngine, own: bool) -> Then:
+        """What to do with a chunk's records. ``own``: its session has no other chunk, and its finish answers ``op``."""
         session_id = self.session.session_id
         self._in_flight.append(transfer)
+        self.session.touch(time.monotonic())
 
-        def done(result: Done) -> None:
+        def done(records: list[TensorRecord] | MidstreamError) -> None:
             self._in_flight.remove(transfer)
             is_current = self._is_current(session_id)
             try:
                 if not is_current:
                     raise UpdateConflict(f"weight update {session_id} was aborted while this chunk was received")
-                if result.error:
-                    raise _as_midstream(result.error)
-                self.session.record(result.value)
+                if isinstance(records, MidstreamError):
+                    raise records
+                self.session.record(records)
                 if not own:
-                    received = {"received": len(result.value), "bytes": sum(r.nbytes for r in result.value)}
-                    self._core.reply(op, received)
+                    self._core.reply(op, {"received": len(records), "bytes": sum(r.nbytes for r in records)})
             except MidstreamError as error:
                 if is_current:
                     self._drop(error.message, answer=error if own else None)
@@ -163,8 +161,7 @@ class WeightUpdates:
                     self._core.fail(op, error)
             self._continue()
 
-        self._core.run_job(job, done)
-        self.session.touch(time.monotonic())
+        return done
 
     def finish(self, op: int, weight_version: str | None = None, kv_policy: KVPolicy | None = None) -> None:
         """Verify, settle, commit; answered when the engine serves the new version."""
@@ -205,17 +202,14 @@ class WeightUpdates:
         self._core.sleep.require_weights()
         version = self._core.version()
 
-        def done(result: Done) -> None:
-            if result.error:
-                return self._core.fail(op, _as_midstream(result.error))
-            held: dict[str, str] = result.value
+        def hashed(held: dict[str, str]) -> None:
             if action == "checksum":
                 return self._core.reply(op, {"checksums": held, **version})
             given = {self.session.owner(name): digest for name, digest in (baseline or {}).items()}
             wrong = sorted(name for name in held.keys() | given.keys() if held.get(name) != given.get(name))
             self._core.reply(op, {"match": not wrong, "mismatches": wrong, **version})
 
-        self._core.run_job(self._core.worker.hash_weights(), done)
+        self._core.worker.hash_weights(self._unless_failed(op, hashed))
 
     def abort(self, op: int) -> None:
         aborted = self.session.session_id if self.session.is_open else None
@@ -236,18 +230,17 @@ class WeightUpdates:
             return self._drop(error.message, answer=error)
         session_id = self.session.session_id
 
-        def done(result: Done) -> None:
+        def settled(weights: ModelWeights | MidstreamError) -> None:
             if not self._is_current(session_id) or self._finishing is None:
                 return  # dropped meanwhile, and the finish answered
-            if result.error:
-                error = _as_midstream(result.error)
-                return self._drop(error.message, answer=error)
-            self._core.worker.prepared(result.value)
+            if isinstance(weights, MidstreamError):
+                return self._drop(weights.message, answer=weights)
+            self._core.worker.prepared(weights)
             self.session.prepared()
             self._hand_over()
 
         finishing.is_preparing = True
-        self._core.run_job(self._core.worker.prepare(), done)
+        self._core.worker.prepare(settled)
 
     def _hand_over(self) -> None:
         """Verified and packed: the protocol says when, ``commit`` does it."""
@@ -296,7 +289,7 @@ class WeightUpdates:
 
     def _keep_lease(self, now: float) -> None:
         """The trainer waits for us, not we for it: also when a step or a start came between two looks at the clock."""
-        if self._core.has_jobs or self._finishing:
+        if self._core.worker.is_busy or self._finishing:
             self.session.touch(now)
 
     def _drop(self, reason: str, answer: MidstreamError | None = None) -> None:
@@ -307,7 +300,7 @@ class WeightUpdates:
             transfer.interrupt()
         self._core.worker.discard()
         finishing, self._finishing = self._finishing, None
-        held = self._core.protocol.cancel_update(reason=reason)
+        held = self._core.protocol.cancel_update(reason)
         if held:
             self._core.act(held)
         elif finishing is not None:
@@ -321,11 +314,3 @@ def _field(verb: str, request: Any, key: str) -> dict[str, Any]:
     if not isinstance(request, dict) or not isinstance(request.get(key), dict):
         raise InvalidInput(f"{verb} takes an object with an object {key!r}, got {request!r}")
     return dict(request[key])
-
-
-def _as_midstream(error: BaseException) -> MidstreamError:
-    if isinstance(error, MidstreamError):
-        return error
-    wrapped = MidstreamError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
