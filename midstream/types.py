@@ -251,14 +251,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     """prompt followed by output; set from prompt_token_ids at creation."""
-    output_logprobs: list[tuple[float, float]] = field(default_factory=list)
-    """(raw, processed) of each sampled token."""
-    output_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For ``params.logprobs`` = k > 0: the k most likely (id, logprob) of each step, in the request's mode."""
-    output_ranks: list[int] = field(default_factory=list)
-    """1 = the sampled token was the most likely one."""
-    output_kept: list[list[int]] = field(default_factory=list)
-    """With ``params.return_sampling_mask``: the ids that each token could have been."""
+    sampled: list[SampledToken] = field(default_factory=list)
+    """The output's tokens with all that is known of each."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] = field(default_factory=list)
     """For prompt positions 1..: (logprob, rank, top k)."""
     num_computed_tokens: int = 0
@@ -347,14 +341,17 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class SampledToken:
-    """What the sampler drew for one request: raw and processed logprob of that very token, its rank, the top k."""
+    """What the sampler drew for one request: raw and processed logprob of that very token, and what was asked for."""
 
     token_id: int
     raw_logprob: float
     processed_logprob: float
     rank: int = 0
+    """1: it was the most likely one."""
     top: list[tuple[int, float]] = field(default_factory=list)
+    """The ``params.logprobs`` most likely (id, logprob), in the request's mode."""
     kept: list[int] | None = None
+    """With ``params.return_sampling_mask``: the ids that the token could have been."""
 
 
 @dataclass(slots=True)
@@ -371,10 +368,7 @@ class RequestIncrement:
 
     parent_id: str
     index: int
-    token_ids: list[int]
-    logprobs: list[tuple[float, float]]
-    top_logprobs: list[list[tuple[int, float]]]
-    ranks: list[int]
+    tokens: list[SampledToken]
     weight_versions: list[WeightVersionSpan]
     """All spans so far, from output token 0."""
     seed: int
@@ -383,10 +377,13 @@ class RequestIncrement:
     """The stop token's id, or why it ended with "error"."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] | None = None
     kv_versions: list[tuple[int, int, int]] | None = None
-    sampling_mask: list[list[int]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_reprefilled_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
 
 
 @dataclass(slots=True)

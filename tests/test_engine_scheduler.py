@@ -556,9 +556,9 @@ def test_case_106_logprobs_after_preemption() -> None:
     for request in requests:
         keys = context_keys(request.token_ids)
         num_prompt = request.num_prompt_tokens
-        assert len(request.output_logprobs) == len(request.output_token_ids) == 24
+        assert len(request.sampled) == len(request.output_token_ids) == 24
         assert len(request.prompt_logprobs) == num_prompt - 1
-        scored = [entry[0] for entry in request.prompt_logprobs] + [raw for raw, _ in request.output_logprobs]
+        scored = [entry[0] for entry in request.prompt_logprobs] + [token.raw_logprob for token in request.sampled]
         assert scored == [score(keys[i - 1], 0, request.token_ids[i]) for i in range(1, request.num_tokens)]
 
 

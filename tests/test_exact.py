@@ -138,9 +138,9 @@ class Engine:
             for i in self.core.take_outputs().increments:
                 r = results[i.parent_id, i.index]
                 r.token_ids += i.token_ids
-                r.logprobs += i.logprobs
-                r.ranks += i.ranks
-                r.top += i.top_logprobs
+                r.logprobs += [(token.raw_logprob, token.processed_logprob) for token in i.tokens]
+                r.ranks += [token.rank for token in i.tokens]
+                r.top += [token.top for token in i.tokens]
                 r.last = i
             if not self.core.scheduler.has_unfinished:
                 self.core.step()  # idle: checks its own integrity

@@ -295,9 +295,8 @@ class EngineCore:
             finished = request.status.is_finished
             if request.params.final_only and not finished:
                 continue
-            new = slice(request.num_sent_tokens, None)
-            ids = request.token_ids[request.num_prompt_tokens + request.num_sent_tokens :]
-            request.num_sent_tokens += len(ids)
+            new = request.sampled[request.num_sent_tokens :]
+            request.num_sent_tokens += len(new)
             last = request.token_ids[-1]
             why: int | str | None = None
             if request.status is RequestStatus.FINISHED_STOPPED and last in request.params.stop_token_ids:
@@ -310,17 +309,13 @@ class EngineCore:
                 RequestIncrement(
                     parent_id=request.parent_id,
                     index=request.index,
-                    token_ids=ids,
-                    logprobs=request.output_logprobs[new],
-                    top_logprobs=request.output_top_logprobs[new] if request.params.logprobs else [],
-                    ranks=request.output_ranks[new] if request.params.logprobs is not None else [],
+                    tokens=new,
                     weight_versions=list(request.version_spans),
                     seed=request.seed,
                     finish_reason=reason,
                     stop_reason=why,
                     prompt_logprobs=request.prompt_logprobs if wants_prompt and finished else None,
                     kv_versions=list(request.kv_history) or None,
-                    sampling_mask=request.output_kept[new],
                     num_cached_tokens=request.num_cached_tokens,
                     num_reprefilled_tokens=request.num_reprefilled_tokens,
                     num_preemptions=request.num_preemptions,

@@ -328,11 +328,7 @@ class Scheduler:
             token = result.sampled[request.request_id]
             extend_spans(request.version_spans, version, request.num_output_tokens)
             request.token_ids.append(token.token_id)
-            request.output_logprobs.append((token.raw_logprob, token.processed_logprob))
-            request.output_ranks.append(token.rank)
-            request.output_top_logprobs.append(token.top)
-            if token.kept is not None:
-                request.output_kept.append(token.kept)
+            request.sampled.append(token)
             self.num_sampled_tokens += 1
             changed.append(request)
             if request is first:
