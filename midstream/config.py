@@ -14,12 +14,12 @@ UpdateMode = Literal["full", "partial"]
 CastPolicy = Literal["deny", "allow"]
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "bool": bool,
-    "int": int,
-    "float": (int, float),
-    "dict[str, Any]": dict,
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "str": (str, "a text"),
+    "bool": (bool, "true or false"),
+    "int": (int, "an integer"),
+    "float": ((int, float), "a finite number"),
+    "dict[str, Any]": (dict, "an object"),
 }
 
 
@@ -31,13 +31,14 @@ def check_types(instance: Any) -> None:
     """
     for f in fields(instance):
         declared, _, optional = str(f.type).partition(" | ")
-        value, kind = getattr(instance, f.name), _KINDS.get(declared)
-        if kind is None or (value is None and optional == "None"):
+        value = getattr(instance, f.name)
+        if declared not in _KINDS or (value is None and optional == "None"):
             continue
+        kind, what = _KINDS[declared]
         is_number = declared in ("int", "float")
         wrong = not isinstance(value, kind) or (is_number and isinstance(value, bool))
         if wrong or (isinstance(value, float) and not math.isfinite(value)) or (is_number and abs(value) > 1e300):
-            raise InvalidInput(f"{f.name} must be {f.type}, got {value!r:.80}")
+            raise InvalidInput(f"{f.name} must be {what}, got {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,13 +241,14 @@ class Scheduler:
 
         if reuse is not None:
             plan.block_copies += self.kv.adopt(request, reuse, self.version.number)
-        if start < request.num_dropped_tokens:
-            plan.num_reprefilled_tokens += min(end, request.num_dropped_tokens) - start
+        num_again = max(min(end, request.num_dropped_tokens) - start, 0)
+        plan.num_reprefilled_tokens += num_again
         plan.num_tokens += end - start
         scheduled = ScheduledRequest(
             request_id=request.request_id,
             token_ids=request.token_ids[start:end],
             start=start,
+            num_again=num_again,
             block_ids=request.block_ids,
             sample=end == num_tokens,
             seed=request.seed,
@@ -316,10 +317,8 @@ class Scheduler:
             start = scheduled.start
             end = start + len(scheduled.token_ids)
             self.kv.computed(request, version.number, start, end)
-            if start < request.num_dropped_tokens:
-                num_again = min(end, request.num_dropped_tokens) - start
-                request.num_reprefilled_tokens += num_again
-                self.num_reprefilled_tokens += num_again
+            request.num_reprefilled_tokens += scheduled.num_again
+            self.num_reprefilled_tokens += scheduled.num_again
             if scheduled.prompt_targets:
                 num_known = len(request.prompt_logprobs) - start
                 request.prompt_logprobs += result.prompt_logprobs[request.request_id][max(0, num_known) :]
