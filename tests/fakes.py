@@ -14,6 +14,7 @@ from midstream.types import (
     KVPolicy,
     ModelRunnerOutput,
     Request,
+    RequestStatus,
     SampledToken,
     SamplingParams,
     ScheduledRequest,
@@ -224,7 +225,7 @@ class FakeEngine:
         assert self.pool.num_used == 0
 
     def abort(self, ids: Iterable[str] | None = None) -> list[Request]:
-        ended = self.scheduler.abort(ids)
+        ended = self.scheduler.end(ids, RequestStatus.FINISHED_ABORTED)
         self.end(ended)
         return ended
 

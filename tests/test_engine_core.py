@@ -339,13 +339,13 @@ def test_case_063_a_group_is_admitted_whole_or_not(make: Callable[..., Driver]) 
     driver.step()
     driver.add(prompt(4), "group", n=4, max_tokens=3)
     driver.steps(2)
-    assert driver.core.scheduler.num_running == 1 and driver.core.scheduler.num_waiting == 4
+    assert len(driver.core.scheduler.running) == 1 and driver.core.scheduler.num_waiting == 4
     driver.pause("keep")
     assert driver.core.status()["held"] == 5
     driver.resume()
     driver.until(lambda: driver.output("first").finished)
     driver.step()
-    assert driver.core.scheduler.num_running == 4
+    assert len(driver.core.scheduler.running) == 4
     driver.pause("keep")
     assert driver.core.status()["held"] == 4
     driver.resume()

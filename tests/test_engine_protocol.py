@@ -244,7 +244,6 @@ def apply(protocol: Protocol, world: World, event: Event) -> None:
         _refused(protocol, UpdateConflict, lambda: protocol.finish_update("second", event[1]))
     elif name == "refused":
         _refused(protocol, InvalidInput, lambda: protocol.pause("bad", "stop", True))  # type: ignore[arg-type]
-        _refused(protocol, InvalidInput, lambda: protocol.pause("bad", "keep", "no"))  # type: ignore[arg-type]
         need(protocol.pause_timed_out("gone") == [], "a time-out of a call that is answered did something")
     elif name == "cancel":
         execute(world, event, protocol.cancel_update("gone"))

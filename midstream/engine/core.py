@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
-from midstream.config import EngineConfig
+from midstream.config import EngineConfig, check_type
 from midstream.engine import protocol as p
 from midstream.engine.grammar import GrammarCompiler
 from midstream.engine.pauses import Pauses
@@ -40,7 +40,7 @@ from midstream.types import (
     child_id,
     child_seed,
 )
-from midstream.weights.manifest import digest, weights_id
+from midstream.weights.manifest import weights_id
 from midstream.weights.session import UpdateSession
 
 
@@ -102,7 +102,7 @@ class EngineCore:
             "abort_requests": self._abort_requests,
             "status": lambda op: self.reply(op, self.status()),
             "load_grammar_tokenizer": self._load_grammar_tokenizer,
-            "weight_digests": lambda op: self.reply(op, self.weight_digests()),
+            "weight_digests": self.updates.digests,
         }
 
     # -- commands ----------------------------------------------------------------------------------------------
@@ -126,8 +126,7 @@ class EngineCore:
         ``CoreOutputs.failed`` later.
         """
         self.admit()
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidInput(f"priority must be an integer, got {priority!r}")
+        check_type("priority", "int", priority)
         self._check_prompt(prompt_token_ids, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         prompt = list(prompt_token_ids)
@@ -164,7 +163,7 @@ class EngineCore:
             live = [request for request in requests if not request.status.is_finished]
             if error is None:
                 self.scheduler.release(live)
-            elif self.scheduler.fail([request.request_id for request in live]):
+            elif self.scheduler.end([request.request_id for request in live], RequestStatus.FINISHED_ERROR):
                 self.outputs.failed.append((requests[0].parent_id, error))
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -178,7 +177,7 @@ class EngineCore:
 
     def abort(self, ids: Sequence[str] | None) -> int:
         """End requests by id (None: all) with their partial tokens; unknown ids are ignored. Returns how many."""
-        ended = self.scheduler.abort(ids)
+        ended = self.scheduler.end(ids, RequestStatus.FINISHED_ABORTED)
         self._report(ended)
         return len(ended)
 
@@ -188,10 +187,13 @@ class EngineCore:
             handler = self._verbs.get(verb)
             if handler is None:
                 raise InvalidInput(f"unknown verb {verb!r}; the engine has {', '.join(sorted(self._verbs))}")
+            signature = inspect.signature(handler)
             try:
-                inspect.signature(handler).bind(op, **arguments)
+                signature.bind(op, **arguments)
             except TypeError as error:
                 raise InvalidInput(f"{verb}: {error}") from error
+            for name, value in arguments.items():
+                check_type(name, str(signature.parameters[name].annotation), value)
             handler(op, **arguments)
         except MidstreamError as error:
             self.fail(op, error)
@@ -247,7 +249,8 @@ class EngineCore:
             # Its requests are over; the engine, and everyone who was not in this step, goes on.
             traceback.print_exc()
             reason = MidstreamError(f"the step failed: {type(error).__name__}: {error}")
-            ended = self.scheduler.fail([self.scheduler.live[r.request_id].parent_id for r in plan.requests])
+            parents = [self.scheduler.live[r.request_id].parent_id for r in plan.requests]
+            ended = self.scheduler.end(parents, RequestStatus.FINISHED_ERROR)
             self.outputs.failed += [(parent_id, reason) for parent_id in dict.fromkeys(r.parent_id for r in ended)]
             return True
         self._report(self.scheduler.update(plan, result))
@@ -357,10 +360,6 @@ class EngineCore:
         self.outputs.replies.append(p.Fail(op, error))
 
     def _abort_requests(self, op: int, request_ids: list[str] | None = None) -> None:
-        if request_ids is not None and not (
-            isinstance(request_ids, (list, tuple)) and all(isinstance(name, str) for name in request_ids)
-        ):
-            raise InvalidInput("request_ids must be a list of strings, or null for all")
         self.reply(op, {"status": "aborted", "aborted": self.abort(request_ids)})
 
     def _load_grammar_tokenizer(self, op: int, text: str) -> None:
@@ -369,7 +368,7 @@ class EngineCore:
 
     def _reset_prefix_cache(self, op: int, reset_running_requests: bool = False) -> None:
         held = sum(1 for r in self.scheduler.live.values() if r.block_ids)
-        if reset_running_requests is True:
+        if reset_running_requests:
             self.scheduler.drop_kv()  # they are computed again
         elif not self.scheduler.reset_prefix_cache():
             raise Conflict(f"{held} requests hold KV blocks: reset_running_requests, pause with clear_cache, or abort")
@@ -392,7 +391,7 @@ class EngineCore:
             "lease_left_s": self.pauses.lease_left_s,
             "sleep": self.sleep.state(),
             "device_idle": not (self.may_step and s.has_ready),
-            "running": s.num_running,
+            "running": len(s.running),
             "waiting": s.num_waiting,
             "held": len(s.live) if not self.may_step else 0,
             **self.version(),
@@ -419,12 +418,6 @@ class EngineCore:
             return "no (trainer numerics unknown)"
         gap = difference(ours, theirs)
         return f"no (engine and trainer differ in {gap})" if gap else "yes"
-
-    def weight_digests(self) -> dict[str, Any]:
-        """Digest of every tensor really held (recomputed from the live, packed form), by checkpoint name."""
-        self.sleep.require_weights()
-        found = {name: digest(tensor) for name, tensor in self.worker.checkpoint()}
-        return {"digests": found, "weights_id": weights_id(found), **self.version()}
 
     def record(self, **entry: Any) -> None:
         if self._log:

@@ -204,21 +204,15 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                 print(f"midstream: a message to the core was dropped: {error}", file=sys.stderr, flush=True)
                 continue
             match message:
-                case Add():
+                case Add(request_id, prompt, params, cache_salt, priority):
                     try:
-                        core.add(
-                            message.request_id,
-                            message.prompt_token_ids,
-                            message.params,
-                            message.cache_salt,
-                            message.priority,
-                        )
+                        core.add(request_id, prompt, params, cache_salt, priority)
                     except MidstreamError as error:
-                        core.outputs.failed.append((message.request_id, error))
-                case Abort():
-                    core.abort(message.request_ids)
-                case Call():
-                    core.call(message.op, message.verb, message.arguments)
+                        core.outputs.failed.append((request_id, error))
+                case Abort(request_ids):
+                    core.abort(request_ids)
+                case Call(op, verb, arguments):
+                    core.call(op, verb, arguments)
                 case Shutdown():
                     core.close()
                     return

@@ -210,8 +210,6 @@ class Protocol:
         """Begin a pause, or join the one of this mode that is in flight."""
         if mode not in PAUSE_MODES:
             raise InvalidInput(f"unknown pause mode {mode!r}: use one of {', '.join(PAUSE_MODES)}")
-        if not isinstance(clear_cache, bool):
-            raise InvalidInput(f"clear_cache must be true or false, got {clear_cache!r}")
         caller = (op, clear_cache)
         if self._pausing is not None and self._pausing.mode == mode:
             self._pausing = replace(self._pausing, callers=(*self._pausing.callers, caller))

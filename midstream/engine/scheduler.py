@@ -73,10 +73,6 @@ class Scheduler:
         self.num_reprefilled_tokens = 0
 
     @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
     def num_waiting(self) -> int:
         """Those that are held until they are ready, too."""
         return len(self.live) - len(self.running)
@@ -95,6 +91,7 @@ class Scheduler:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue the n samples of one prompt, all or none; those that are not ready once they are released.
 
+        They have one parent, salt, priority, prompt and limit, and an id each.
         Raises ``InvalidInput`` for ids in use and for what could never run, however long it waited.
         """
         self._check_admissible(requests)
@@ -116,19 +113,11 @@ class Scheduler:
             self._wait(request)
 
     def _check_admissible(self, requests: Sequence[Request]) -> None:
-        if not requests:
-            raise InvalidInput("add needs at least one request")
-        first = requests[0]
-        n, num_prompt, size, blocks = len(requests), first.num_prompt_tokens, self.pool.block_size, self.pool.num_blocks
-        shared = (first.parent_id, first.cache_salt, first.priority, first.prompt_token_ids)
-        if any((r.parent_id, r.cache_salt, r.priority, r.prompt_token_ids) != shared for r in requests):
-            name = first.parent_id
-            raise InvalidInput(f"the samples of request {name!r} must have one parent, salt, priority and prompt")
+        first, n, size, blocks = requests[0], len(requests), self.pool.block_size, self.pool.num_blocks
+        num_prompt, total = first.num_prompt_tokens, first.max_total_tokens
         for name in (first.parent_id, *(request.request_id for request in requests)):
             if name in self.live or name in self._siblings:
                 raise InvalidInput(f"request id {name!r} is in use; wait for its end, or choose another")
-        if len({request.request_id for request in requests}) < n:
-            raise InvalidInput(f"the samples of request {first.parent_id!r} must have different ids")
         if num_prompt < 1:
             raise InvalidInput(f"request {first.parent_id!r} has an empty prompt; it needs at least one token")
         if num_prompt + 1 > self.max_model_len:
@@ -138,12 +127,6 @@ class Scheduler:
             )
         if n > self.max_num_seqs:
             raise InvalidInput(f"n = {n} samples never run together: max_num_seqs is {self.max_num_seqs}; lower n")
-        total = max(request.max_total_tokens for request in requests)
-        if not num_prompt < min(request.max_total_tokens for request in requests) <= total <= self.max_model_len:
-            raise InvalidInput(
-                f"max_total_tokens must be more than the prompt's {num_prompt} and at most {self.max_model_len}, "
-                f"got {total}; change max_tokens"
-            )
         # The last token is sampled and never computed, so it needs no KV.
         needed = max(self.pool.blocks_for(total - 1), self.pool.blocks_for(num_prompt) + n - 1)
         if needed > blocks:
@@ -152,26 +135,13 @@ class Scheduler:
                 f"n = {n} and up to {total} tokens, the cache has {blocks}: shorten it, lower n, or raise num_blocks"
             )
 
-    def abort(self, ids: Iterable[str] | None) -> list[Request]:
+    def end(self, ids: Iterable[str] | None, status: RequestStatus) -> list[Request]:
         """End requests by parent or child id (None: all) and return them in order of arrival; unknown ids are ignored.
 
         They keep the tokens made so far. The step in flight may still contain them: ``update`` then skips them.
         """
-        return self._end(ids, RequestStatus.FINISHED_ABORTED)
-
-    def fail(self, ids: Iterable[str] | None) -> list[Request]:
-        """As ``abort``, for requests the engine could not serve."""
-        return self._end(ids, RequestStatus.FINISHED_ERROR)
-
-    def _end(self, ids: Iterable[str] | None, status: RequestStatus) -> list[Request]:
-        if ids is None:
-            ended = list(self.live.values())
-        else:
-            found: dict[str, Request] = {}
-            for name in ids:
-                for request in self._siblings.get(name) or filter(None, [self.live.get(name)]):
-                    found[request.request_id] = request
-            ended = sorted(found.values(), key=lambda request: request.arrival)
+        names = None if ids is None else set(ids)
+        ended = [r for r in self.live.values() if names is None or r.request_id in names or r.parent_id in names]
         for request in ended:
             self._finish(request, status)
         if ended:

@@ -11,7 +11,6 @@ what it kept is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import Conflict, InvalidInput, UpdateConflict
@@ -77,7 +76,7 @@ class Sleep:
             self.level, self.asleep, self._took_pause = None, set(), False
 
     def sleep(self, op: int, level: int = 1, mode: PauseMode = "abort") -> None:
-        if type(level) is not int or level not in (0, 1, 2):
+        if level not in (0, 1, 2):
             raise InvalidInput(f"level must be 0, 1 or 2, got {level!r}")
         if mode not in PAUSE_MODES:
             raise InvalidInput(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
@@ -111,8 +110,8 @@ class Sleep:
             self.asleep |= {"kv_cache", "weights"}
         core.reply(op, self.state())
 
-    def wake_up(self, op: int, tags: Sequence[str] | None = None) -> None:
-        if tags is not None and (isinstance(tags, str) or not all(tag in TAGS for tag in tags)):
+    def wake_up(self, op: int, tags: list[str] | None = None) -> None:
+        if not set(tags or ()) <= set(TAGS):
             raise InvalidInput(f"tags must be a list of {', '.join(TAGS)}, or none for all, got {tags!r}")
         woken = self.asleep & set(tags or TAGS)
         if "kv_cache" in woken:
@@ -125,8 +124,7 @@ class Sleep:
             own, self._took_pause = self._took_pause, False
             if own:
                 self._core.pauses.undo()
-        shown = None if tags is None else list(tags)
-        self._core.reply(op, {**self.state(), "tags": shown, "woken": sorted(woken), "paused": self._core.is_paused})
+        self._core.reply(op, {**self.state(), "tags": tags, "woken": sorted(woken), "paused": self._core.is_paused})
 
     def _check_no_update(self, level: int) -> None:
         session = self._core.session

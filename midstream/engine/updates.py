@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from midstream.config import check_type
 from midstream.engine.worker import Then
 from midstream.errors import Conflict, InvalidInput, MidstreamError, UpdateConflict
 from midstream.models.weights import ModelWeights
@@ -175,8 +176,7 @@ class WeightUpdates:
         self._continue()
 
     def _finishing_of(self, op: int, weight_version: Any, kv_policy: Any) -> _Finishing:
-        if weight_version is not None and not isinstance(weight_version, str):
-            raise InvalidInput(f"weight_version must be a string, got {weight_version!r}")
+        check_type("weight_version", "str | None", weight_version)
         if kv_policy is not None and kv_policy not in KV_POLICIES:
             raise InvalidInput(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy!r}")
         if self._finishing:
@@ -185,8 +185,8 @@ class WeightUpdates:
 
     def relabel(self, op: int, new_version: str) -> None:
         """The version's label alone: its number, weights and id stay."""
-        if not isinstance(new_version, str) or not new_version:
-            raise InvalidInput(f"new_version must be a string that is not empty, got {new_version!r}")
+        if not new_version:
+            raise InvalidInput("new_version must be a string that is not empty")
         scheduler = self._core.scheduler
         scheduler.version = dataclasses.replace(scheduler.version, label=new_version)
         self._core.reply(op, {"success": True, "new_version": new_version, **self._core.version()})
@@ -197,7 +197,7 @@ class WeightUpdates:
             return self.reset(op)
         if action not in ("checksum", "compare"):
             raise InvalidInput(f"action must be checksum, compare or reset, got {action!r}")
-        if action == "compare" and not (isinstance(baseline, dict) and baseline):
+        if action == "compare" and not baseline:
             raise InvalidInput("compare needs a baseline: an object of tensor name to digest, as checksum gives it")
         self._core.sleep.require_weights()
         version = self._core.version()
@@ -208,6 +208,16 @@ class WeightUpdates:
             given = {self.session.owner(name): digest for name, digest in (baseline or {}).items()}
             wrong = sorted(name for name in held.keys() | given.keys() if held.get(name) != given.get(name))
             self._core.reply(op, {"match": not wrong, "mismatches": wrong, **version})
+
+        self._core.worker.hash_weights(self._unless_failed(op, hashed))
+
+    def digests(self, op: int) -> None:
+        """Digest of every tensor really held, by checkpoint name, and their id."""
+        self._core.sleep.require_weights()
+        version = self._core.version()
+
+        def hashed(held: dict[str, str]) -> None:
+            self._core.reply(op, {"digests": held, **version, "weights_id": weights_id(held)})
 
         self._core.worker.hash_weights(self._unless_failed(op, hashed))
 
@@ -265,7 +275,7 @@ class WeightUpdates:
         label = str(number) if finishing.label is None else finishing.label
         version = WeightVersion(number, label, weights_id(self.session.new_digests))
         summary = self.session.summary()
-        running = core.scheduler.num_running
+        running = len(core.scheduler.running)
         core.worker.commit()
         core.sleep.weights_lost = False
         core.scheduler.commit(version, policy)

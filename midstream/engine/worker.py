@@ -194,7 +194,8 @@ class Worker:
     def offload_weights(self) -> None:
         """Weights on a device go to host memory; those of a CPU stay."""
         if self.weights is not None and self.device.type != "cpu":
-            self._offloaded = {name: tensor.cpu() for name, tensor in self.checkpoint()}
+            held = self.weights.checkpoint(self.model_config)
+            self._offloaded = {name: tensor.cpu() for name, tensor in held.items()}
             self.weights = None
 
     def restore_weights(self) -> None:
@@ -209,11 +210,6 @@ class Worker:
         self.transfer.interrupt()
         self._thread.join(_JOIN_S)
         self.transfer.shutdown()
-
-    def checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The live weights under checkpoint names, as really held (copies)."""
-        assert self.weights is not None
-        return self.weights.checkpoint(self.model_config).items()
 
     def _submit(self, job: Callable[[], Any], then: Then) -> None:
         self._num_open_jobs += 1

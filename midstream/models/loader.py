@@ -77,25 +77,19 @@ def load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[s
     for name, tensor in checkpoint.stream():
         if name in seen:
             problems.append(f"{name}: given twice")
-            continue
-        if tied and name == HEAD:
+        elif tied and name == HEAD:
             head = tensor
-            seen.add(name)
-            continue
-        if name not in expected:
+        elif name not in expected:
             problems.append(f"{name}: unknown")
-            continue
-        seen.add(name)
-        if tuple(tensor.shape) != expected[name]:
+        elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, expected {expected[name]}")
-            continue
-        if not tensor.is_floating_point():
+        elif not tensor.is_floating_point():
             problems.append(f"{name}: dtype {tensor.dtype} is not a float type")
-            continue
-        if tied and name == EMBEDDING:
-            embedding = tensor
-        if not problems:
-            yield name, tensor.to(dtype)
+        else:
+            embedding = tensor if name == EMBEDDING else embedding
+            if not problems:
+                yield name, tensor.to(dtype)
+        seen.add(name)
     problems += [f"{name}: missing" for name in expected if name not in seen]
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         problems.append(f"{HEAD} differs from {EMBEDDING}, but the config ties them")

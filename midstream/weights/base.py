@@ -12,7 +12,7 @@ break the transaction. To add one, write the two classes and register them, or n
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -226,37 +226,27 @@ class Registry(Generic[T]):
             )
         if not name or ":" in name:
             raise InvalidInput(f"a backend's name must not be empty or hold a colon, got {name!r}")
-        self._entries[name] = self._checked(entry, name) if isinstance(entry, type) else _path(entry)
+        self._entries[name] = self._checked(entry, name) if isinstance(entry, type) else entry
 
     def lookup(self, key: str | type[T]) -> type[T]:
         """The class for a registered name, a class, or "module:Class"; ``InvalidInput`` if there is none."""
-        if isinstance(key, type):
-            return self._checked(key, key.__name__)
-        entry = _path(key) if ":" in key else self._entries.get(key)
+        entry = key if isinstance(key, type) or ":" in key else self._entries.get(key)
         if entry is None:
             raise InvalidInput(
                 f"unknown {self._base.__name__} {key!r}: known are {sorted(self._entries)}, or name one as module:Class"
             )
-        return self._checked(self._load(entry) if isinstance(entry, str) else entry, key)
+        return self._checked(entry, key)
 
-    def _load(self, path: str) -> object:
-        module, _, name = path.partition(":")
+    def _checked(self, entry: object, key: object) -> type[T]:
         try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise InvalidInput(f"{self._base.__name__} {path!r} can not be loaded: {error}") from error
-
-    def _checked(self, found: object, key: str) -> type[T]:
+            found = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidInput(
+                f"{self._base.__name__} {entry!r} can not be loaded as module:Class: {error}"
+            ) from error
         if not (isinstance(found, type) and issubclass(found, self._base)):
-            raise InvalidInput(f"{key!r} is {found!r}, which is not a subclass of {self._base.__name__}")
+            raise InvalidInput(f"{key!r} is not a subclass of {self._base.__name__}, named as module:Class: {found!r}")
         return found
-
-
-def _path(text: str) -> str:
-    module, _, name = text.partition(":")
-    if not module or not name.isidentifier():
-        raise InvalidInput(f"a class is named as module:Class, got {text!r}")
-    return text
 
 
 # abstract classes as arguments for a type are what a registry is about; mypy allows them to no one

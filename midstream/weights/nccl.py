@@ -203,6 +203,7 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
             connection.settimeout(max(min(self._timeout_s, deadline - time.monotonic()), 0.001))
             try:
                 got = connection.recv_into(view[at:])
+                lost = "" if got else "the trainer (rank 0) is gone"
             except TimeoutError as error:
                 raise TimedOut(
                     f"{where}: rank {self._rank} waited {self._timeout_s:g} s for the trainer (rank 0), which sent "
@@ -210,10 +211,9 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
                     tensors=rest,
                 ) from error
             except OSError as error:
-                why = "ended by another call" if self._interrupted.is_set() else str(error)
-                raise WeightUpdateError(f"{where}: rank {self._rank} lost the trainer: {why}", rest) from error
-            if got == 0:
-                why = "this was ended by another call" if self._interrupted.is_set() else "the trainer (rank 0) is gone"
+                got, lost = 0, f"the trainer (rank 0) is lost: {error}"
+            if lost:
+                why = "this was ended by another call" if self._interrupted.is_set() else lost
                 raise WeightUpdateError(f"{where}: {why}; init again", rest)
             at += got
 

@@ -189,14 +189,12 @@ class UpdateSession:
         Raises ``WeightUpdateError`` naming every such tensor, and aborts the update.
         """
         self.require_open()
-        received, changed, unknown = dict(self._received), [], []
+        received, changed = dict(self._received), []
         for record in records:
-            if record.name not in self._metas:
-                unknown.append(record.name)
-            elif received.setdefault(record.name, record).digest != record.digest:
+            if received.setdefault(record.name, record).digest != record.digest:
                 changed.append(record.name)
-        if unknown or changed:
-            self._fail([("the engine holds no tensor", unknown), ("sent twice with different bytes", changed)])
+        if changed:
+            self._fail([("sent twice with different bytes", changed)])
         self._received, self._verified = received, False
 
     def verify(self) -> list[str]:
