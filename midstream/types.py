@@ -429,8 +429,3 @@ def extend_spans(spans: list[WeightVersionSpan], version: WeightVersion, positio
         spans[-1] = WeightVersionSpan(last.version, last.number, last.start, position + 1)
     else:
         spans.append(WeightVersionSpan(version.label, version.number, position, position + 1))
-
-
-def versions_of(spans: Sequence[WeightVersionSpan]) -> list[int]:
-    """The version number of every token the spans cover, token by token."""
-    return [span.number for span in spans for _ in range(span.start, span.end)]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakes import versions_of
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
 from midstream.engine.protocol import Fail, Reply
@@ -25,7 +26,7 @@ from midstream.models.llama import Llama
 from midstream.models.weights import assemble
 from midstream.rl.policy import pack, sequence_logprobs
 from midstream.serving.outputs import OutputBuilder
-from midstream.types import RequestOutput, SamplingParams, versions_of
+from midstream.types import RequestOutput, SamplingParams
 from midstream.weights.base import WeightTransferEngine
 from midstream.weights.manifest import digest
 

@@ -20,9 +20,9 @@ from midstream.types import (
     ScheduledRequest,
     SchedulerOutput,
     WeightVersion,
+    WeightVersionSpan,
     child_seed,
     mix64,
-    versions_of,
 )
 
 VOCAB_SIZE = 97
@@ -238,6 +238,11 @@ class FakeEngine:
         for request in requests:
             check_record(request)
             self.ended.append(request)
+
+
+def versions_of(spans: Iterable[WeightVersionSpan]) -> list[int]:
+    """The version number of every token the spans cover, token by token."""
+    return [span.number for span in spans for _ in range(span.start, span.end)]
 
 
 def check_record(request: Request) -> None:

@@ -11,9 +11,8 @@ from midstream.types import (
     RequestStatus,
     WeightVersionSpan,
     child_seed,
-    versions_of,
 )
-from tests.fakes import VOCAB_SIZE, FakeEngine, KVError, context_keys, reference_tokens, score
+from tests.fakes import VOCAB_SIZE, FakeEngine, KVError, context_keys, reference_tokens, score, versions_of
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

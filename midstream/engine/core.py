@@ -231,7 +231,9 @@ class EngineCore:
         """One turn: settle what is due between two steps, then run one step if there is one. True if a step ran."""
         self.worker.settle()
         self._settle_grammars()
-        self.act(self.protocol.boundary(self._facts()))
+        # Without weights nothing can progress before the commit that brings them.
+        progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
+        self.act(self.protocol.boundary(p.StepFacts(len(self.scheduler.live), progressed)))
         self._watch_clock()  # after the boundary: what is complete now is not late
         if not self.may_step or not self.scheduler.has_ready:
             if not self.scheduler.has_unfinished and not self._is_checked:
@@ -280,11 +282,6 @@ class EngineCore:
         if self._log:
             self._log.close()
             self._log = None
-
-    def _facts(self) -> p.StepFacts:
-        # Without weights nothing can progress before the commit that brings them.
-        progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
-        return p.StepFacts(num_unfinished=len(self.scheduler.live), oldest_has_progressed=progressed)
 
     def _watch_clock(self) -> None:
         if self.pauses.is_waiting or self.session.is_open:

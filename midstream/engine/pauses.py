@@ -25,6 +25,8 @@ class Pauses:
         self.owner: str | None = None
         self.since: float | None = None
         """Wall-clock time of the call that began the pause in flight or held."""
+        self.is_of_sleep = False
+        """Sleep took it for itself, and nobody has called pause since: it ends when all is awake."""
         self._lease_until: float | None = None
         self._deadlines: dict[Any, float] = {}
         self._before: tuple[Any, str | None, float | None] = (None, None, None)
@@ -61,7 +63,7 @@ class Pauses:
         self.owner, self._lease_until = owner, None if lease_s is None else now + lease_s
         if timeout_s is not None:
             self._deadlines[op] = now + timeout_s
-        self._core.sleep.pause_taken()
+        self.is_of_sleep = False
         self._core.act(actions)
 
     def resume(self, op: int, owner: str | None = None, force: bool = False) -> None:
@@ -83,6 +85,7 @@ class Pauses:
             self.since = self.since or time.time()
         else:
             self.owner = self.since = self._lease_until = None
+            self.is_of_sleep = False
             self._before = (None, None, None)
             self._core.sleep.unpaused()
 

@@ -119,11 +119,10 @@ class Scheduler:
             if name in self.live or name in self._siblings:
                 raise InvalidInput(f"request id {name!r} is in use; wait for its end, or choose another")
         if num_prompt < 1:
-            raise InvalidInput(f"request {first.parent_id!r} has an empty prompt; it needs at least one token")
+            raise InvalidInput("the prompt is empty: give at least one token")
         if num_prompt + 1 > self.max_model_len:
             raise InvalidInput(
-                f"a prompt of {num_prompt} tokens leaves no room to generate: prompt + output may be at most "
-                f"{self.max_model_len} tokens; shorten it"
+                f"a prompt of {num_prompt} tokens leaves no room in max_model_len {self.max_model_len}: shorten it"
             )
         if n > self.max_num_seqs:
             raise InvalidInput(f"n = {n} samples never run together: max_num_seqs is {self.max_num_seqs}; lower n")

@@ -59,7 +59,8 @@ class WeightUpdates:
         """Open the channel; an update that is open over the old one is dropped."""
         request = request or {"init_info": {}}
         init_info = _field("init_weight_transfer_engine", request, "init_info")
-        numerics = None if request.get("fingerprint") is None else _field("init", request, "fingerprint")
+        numerics = request.get("fingerprint")
+        check_type("fingerprint", "dict[str, Any] | None", numerics)
         if self.session.is_open:
             self._drop("the channel was initialised again")
         self._is_broken_off = False
@@ -106,13 +107,12 @@ class WeightUpdates:
         ``{"update_info": {…}}`` through the configured backend, or ``{"weight_dir": path}`` from disk. The latter, on
         its own, is cast like a checkpoint at start-up; ``weight_version`` and ``kv_policy`` as for finish.
         """
-        worker = self._core.worker
-        if isinstance(request, dict) and "weight_dir" in request:
+        worker, request = self._core.worker, request or {}
+        if "weight_dir" in request:
             transfer: WeightTransferEngine = worker.disk
             info = {"weight_dir": request["weight_dir"]}
         else:
             transfer, info = worker.transfer, _field("update_weights", request, "update_info")
-        assert request is not None
         try:
             own = not self.session.is_open and not self._is_broken_off and info.get("update") is None
             if own:
@@ -277,7 +277,6 @@ class WeightUpdates:
         summary = self.session.summary()
         running = len(core.scheduler.running)
         core.worker.commit()
-        core.sleep.weights_lost = False
         core.scheduler.commit(version, policy)
         self.session.committed()
         self._finishing = None
@@ -320,7 +319,7 @@ class WeightUpdates:
         return self.session.is_open and self.session.session_id == session_id
 
 
-def _field(verb: str, request: Any, key: str) -> dict[str, Any]:
-    if not isinstance(request, dict) or not isinstance(request.get(key), dict):
+def _field(verb: str, request: dict[str, Any], key: str) -> dict[str, Any]:
+    if not isinstance(request.get(key), dict):
         raise InvalidInput(f"{verb} takes an object with an object {key!r}, got {request!r}")
     return dict(request[key])
