@@ -15,10 +15,10 @@ here can leave it with half an update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -30,7 +30,6 @@ from midstream.weights.base import (
     WeightSource,
     WeightTransferClient,
     WeightTransferEngine,
-    parse_info,
 )
 from midstream.weights.packing import torch_dtype
 from midstream.weights.source import paired
@@ -83,15 +82,12 @@ class FileWeightTransferEngine(WeightTransferEngine):
 class FileTrainerWeightTransferEngine(TrainerWeightTransferEngine):
     """Trainer half."""
 
-    def __init__(self, client: WeightTransferClient, source: WeightSource, directory: str) -> None:
-        super().__init__(client, source)
-        self.directory = Path(directory)
+    init_info_cls = FileInitInfo
 
-    @classmethod
-    def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
-        info = parse_info(FileInitInfo, init_info)
-        client.init_weight_transfer_engine({"init_info": {"directory": info.directory}})
-        return cls(client, source, info.directory)
+    def __init__(self, client: WeightTransferClient, source: WeightSource, info: FileInitInfo) -> None:
+        super().__init__(client, source)
+        self.directory = Path(info.directory)
+        self.init_channel({"directory": info.directory})
 
     def transfer(self, session_id: str) -> None:
         path = self.directory / f"{session_id}.safetensors"

@@ -14,30 +14,40 @@ UpdateMode = Literal["full", "partial"]
 CastPolicy = Literal["deny", "allow"]
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "bool": bool,
-    "int": int,
-    "float": (int, float),
-    "dict[str, Any]": dict,
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "str": (str, "a string"),
+    "bool": (bool, "true or false"),
+    "int": (int, "an integer"),
+    "float": ((int, float), "a finite number"),
+    "dict[str, Any]": (dict, "an object"),
+    "dict[str, str]": (dict, "an object"),
+    "list[str]": ((list, tuple), "a list of strings"),
 }
 
 
 def check_types(instance: Any) -> None:
     """Raise InvalidInput for the first field of a dataclass whose value is not of its declared plain type.
 
-    Values come from keyword arguments, TOML and the command line, where nothing else has checked them. Numbers must
-    be finite; an int serves as a float, a bool is not a number.
+    Values come from keyword arguments, TOML and the command line, where nothing else has checked them.
     """
     for f in fields(instance):
-        declared, _, optional = str(f.type).partition(" | ")
-        value, kind = getattr(instance, f.name), _KINDS.get(declared)
-        if kind is None or (value is None and optional == "None"):
-            continue
-        is_number = declared in ("int", "float")
-        wrong = not isinstance(value, kind) or (is_number and isinstance(value, bool))
-        if wrong or (isinstance(value, float) and not math.isfinite(value)) or (is_number and abs(value) > 1e300):
-            raise InvalidInput(f"{f.name} must be {f.type}, got {value!r:.80}")
+        check_type(f.name, str(f.type), getattr(instance, f.name))
+
+
+def check_type(name: str, declared: str, value: Any) -> None:
+    """Raise InvalidInput unless ``value`` is of the plain type ``declared``, given as its text; others pass.
+
+    Numbers must be finite; an int serves as a float, a bool is not a number.
+    """
+    declared, _, optional = declared.partition(" | ")
+    if declared not in _KINDS or (value is None and optional == "None"):
+        return
+    kind, what = _KINDS[declared]
+    is_number = declared in ("int", "float")
+    wrong = not isinstance(value, kind) or (is_number and isinstance(value, bool))
+    wrong = wrong or (declared == "list[str]" and not all(isinstance(item, str) for item in value))
+    if wrong or (isinstance(value, float) and not math.isfinite(value)) or (is_number and abs(value) > 1e300):
+        raise InvalidInput(f"{name} must be {what}, got {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ V vocabulary, B blocks, S block size, R requests (or rows).
 from __future__ import annotations
 
 import enum
-import sys
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
+from midstream.config import check_types
 from midstream.errors import InvalidInput
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -22,9 +23,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 MAX_SEED = (1 << 63) - 1
-_FLOAT_MAX = sys.float_info.max
 MAX_N = 1024
 """Most samples of one prompt."""
+_RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "temperature": (0, math.inf),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (-1, math.inf),
+    "repetition_penalty": (0.01, 100),
+    "max_tokens": (1, math.inf),
+    "seed": (0, MAX_SEED),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+}
+"""Of the sampling parameters, both ends included."""
 _MAX_STRUCTURE_CHARS = 1 << 18
 _U64 = (1 << 64) - 1
 
@@ -61,14 +74,6 @@ class RequestStatus(enum.Enum):
     @property
     def is_finished(self) -> bool:
         return self.name.startswith("FINISHED")
-
-
-class PauseState(enum.IntEnum):
-    """What may be scheduled: everything, only requests accepted before the pause, or nothing."""
-
-    UNPAUSED = 0
-    PAUSED_NEW = 1
-    PAUSED_ALL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,63 +176,35 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         ids: Any = self.stop_token_ids
-        if not isinstance(ids, (list, tuple, set, frozenset)):
-            raise InvalidInput(f"stop_token_ids must be a list of ids, got {ids!r}")
+        if not isinstance(ids, (list, tuple, set, frozenset)) or any(type(i) is not int or i < 0 for i in ids):
+            raise InvalidInput(f"stop_token_ids must be a list of ids >= 0, got {ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
-        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.type == "bool"):
-            if not isinstance(value, bool):
-                raise InvalidInput(f"{name} must be true or false, got {value!r}")
-        stop: Any = self.stop
-        if stop is not None and not isinstance(stop, (str, list, tuple)):
-            raise InvalidInput(f"stop must be a text or a list of texts, got {stop!r}")
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
-        _integer("n", self.n, 1, MAX_N)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        stop: Any = self.stop or ()
+        stop = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
+            raise InvalidInput(f"stop must be a text or a list of texts, none of them empty, got {stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        check_types(self)
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FLOAT_MAX:
-                raise InvalidInput(f"{name} must be a finite number, got {value!r}")
-        if self.temperature < 0:
-            raise InvalidInput(f"temperature must be >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise InvalidInput(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise InvalidInput(f"min_p must be in [0, 1], got {self.min_p}")
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise InvalidInput(f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise InvalidInput(f"stop must be non-empty texts, got {self.stop!r}")
+            if value is not None and not low <= value <= high:
+                limit = "" if high == math.inf else f" and <= {high}"
+                raise InvalidInput(f"{name} must be >= {low}{limit}, got {value}")
+        if self.top_p == 0:
+            raise InvalidInput("top_p must be in (0, 1], got 0")
         if self.stop and not self.detokenize:
             raise InvalidInput("stop texts need detokenize=True: they are found in the text")
         if self.return_sampling_mask and not self.is_truncated:
             raise InvalidInput("return_sampling_mask: every id is kept; set top_k, top_p, min_p or temperature=0")
-        _integer("top_k", self.top_k, -1, None)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, 20)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
-        if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
-            raise InvalidInput(
-                f"logprobs_mode must be raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}"
-            )
-
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            modes = " or ".join(get_args(LogprobsMode))
+            raise InvalidInput(f"logprobs_mode must be {modes}, got {self.logprobs_mode!r}")
 
     @property
     def is_truncated(self) -> bool:
         """Some ids can not be sampled."""
         limited = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return limited or self.temperature == 0 or self.structured_outputs is not None
-
-
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{name} must be an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise InvalidInput(f"{name} must be >= {low}{'' if high is None else f' and <= {high}'}, got {value}")
 
 
 @dataclass(slots=True)
@@ -259,14 +236,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     """prompt followed by output; set from prompt_token_ids at creation."""
-    output_logprobs: list[tuple[float, float]] = field(default_factory=list)
-    """(raw, processed) of each sampled token."""
-    output_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For ``params.logprobs`` = k > 0: the k most likely (id, logprob) of each step, in the request's mode."""
-    output_ranks: list[int] = field(default_factory=list)
-    """1 = the sampled token was the most likely one."""
-    output_kept: list[list[int]] = field(default_factory=list)
-    """With ``params.return_sampling_mask``: the ids that each token could have been."""
+    sampled: list[SampledToken] = field(default_factory=list)
+    """The output's tokens with all that is known of each."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] = field(default_factory=list)
     """For prompt positions 1..: (logprob, rank, top k)."""
     num_computed_tokens: int = 0
@@ -326,6 +297,8 @@ class ScheduledRequest:
     request_id: str
     token_ids: list[int]
     start: int
+    num_again: int
+    """How many of these tokens were computed before, and lost."""
     block_ids: list[int]
     sample: bool
     """The last of these tokens is the newest one, so the step samples its successor."""
@@ -355,14 +328,17 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class SampledToken:
-    """What the sampler drew for one request: raw and processed logprob of that very token, its rank, the top k."""
+    """What the sampler drew for one request: raw and processed logprob of that very token, and what was asked for."""
 
     token_id: int
     raw_logprob: float
     processed_logprob: float
     rank: int = 0
+    """1: it was the most likely one."""
     top: list[tuple[int, float]] = field(default_factory=list)
+    """The ``params.logprobs`` most likely (id, logprob), in the request's mode."""
     kept: list[int] | None = None
+    """With ``params.return_sampling_mask``: the ids that the token could have been."""
 
 
 @dataclass(slots=True)
@@ -379,10 +355,7 @@ class RequestIncrement:
 
     parent_id: str
     index: int
-    token_ids: list[int]
-    logprobs: list[tuple[float, float]]
-    top_logprobs: list[list[tuple[int, float]]]
-    ranks: list[int]
+    tokens: list[SampledToken]
     weight_versions: list[WeightVersionSpan]
     """All spans so far, from output token 0."""
     seed: int
@@ -391,10 +364,13 @@ class RequestIncrement:
     """The stop token's id, or why it ended with "error"."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] | None = None
     kv_versions: list[tuple[int, int, int]] | None = None
-    sampling_mask: list[list[int]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_reprefilled_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
 
 
 @dataclass(slots=True)
@@ -453,8 +429,3 @@ def extend_spans(spans: list[WeightVersionSpan], version: WeightVersion, positio
         spans[-1] = WeightVersionSpan(last.version, last.number, last.start, position + 1)
     else:
         spans.append(WeightVersionSpan(version.label, version.number, position, position + 1))
-
-
-def versions_of(spans: Sequence[WeightVersionSpan]) -> list[int]:
-    """The version number of every token the spans cover, token by token."""
-    return [span.number for span in spans for _ in range(span.start, span.end)]

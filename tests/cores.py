@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakes import versions_of
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
+from midstream.engine.protocol import Fail, Reply
 from midstream.errors import InvalidInput, MidstreamError
 from midstream.models.llama import Llama
 from midstream.models.weights import assemble
 from midstream.rl.policy import pack, sequence_logprobs
 from midstream.serving.outputs import OutputBuilder
-from midstream.types import RequestOutput, SamplingParams, versions_of
+from midstream.types import RequestOutput, SamplingParams
 from midstream.weights.base import WeightTransferEngine
 from midstream.weights.manifest import digest
 
@@ -81,7 +83,7 @@ class Driver:
         self.core = EngineCore(self.config, wake=self.turn.set)
         self.builders: dict[str, OutputBuilder] = {}
         self.params: dict[str, SamplingParams] = {}
-        self.replies: dict[int, Any] = {}
+        self.replies: dict[int, Reply | Fail] = {}
         self.ops = 0
 
     # requests
@@ -133,7 +135,7 @@ class Driver:
     def settle(self) -> None:
         """Until a staging result waits to be taken; runs no turn."""
         deadline = time.monotonic() + LIMIT_S
-        while self.core._jobs and not self.core.worker.completed:
+        while self.core.worker.is_busy and not self.core.worker.completed:
             assert time.monotonic() < deadline, "the staging thread does not answer"
             self.turn.wait(0.5)
             self.turn.clear()
@@ -141,7 +143,7 @@ class Driver:
     def run(self) -> None:
         """Until no request is live and no job is open."""
         for _ in range(20_000):
-            if not self.core.scheduler.has_unfinished and not self.core._jobs:
+            if not self.core.scheduler.has_unfinished and not self.core.worker.is_busy:
                 break
             if not self.core.has_work:
                 self.settle()
@@ -176,20 +178,21 @@ class Driver:
 
     def result(self, op: int) -> dict[str, Any]:
         reply = self.replies[op]
-        if reply.error is not None:
+        if isinstance(reply, Fail):
             raise reply.error
-        return reply.value  # type: ignore[no-any-return]
+        return reply.value
 
     def error(self, op: int) -> MidstreamError:
-        assert self.replies[op].error is not None, f"call {op} succeeded: {self.replies[op].value}"
-        return self.replies[op].error  # type: ignore[no-any-return]
+        reply = self.replies[op]
+        assert isinstance(reply, Fail), f"call {op} succeeded: {reply.value}"
+        return reply.error
 
     def wait(self, op: int) -> dict[str, Any]:
         """Turns until ``op`` is answered; no more of them than needed."""
         for _ in range(5000):
             if op in self.replies:
                 return self.result(op)
-            if self.core._jobs:
+            if self.core.worker.is_busy:
                 self.settle()
             self.step()
         raise AssertionError(f"call {op} was never answered")

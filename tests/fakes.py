@@ -14,14 +14,15 @@ from midstream.types import (
     KVPolicy,
     ModelRunnerOutput,
     Request,
+    RequestStatus,
     SampledToken,
     SamplingParams,
     ScheduledRequest,
     SchedulerOutput,
     WeightVersion,
+    WeightVersionSpan,
     child_seed,
     mix64,
-    versions_of,
 )
 
 VOCAB_SIZE = 97
@@ -224,7 +225,7 @@ class FakeEngine:
         assert self.pool.num_used == 0
 
     def abort(self, ids: Iterable[str] | None = None) -> list[Request]:
-        ended = self.scheduler.abort(ids)
+        ended = self.scheduler.end(ids, RequestStatus.FINISHED_ABORTED)
         self.end(ended)
         return ended
 
@@ -239,18 +240,23 @@ class FakeEngine:
             self.ended.append(request)
 
 
+def versions_of(spans: Iterable[WeightVersionSpan]) -> list[int]:
+    """The version number of every token the spans cover, token by token."""
+    return [span.number for span in spans for _ in range(span.start, span.end)]
+
+
 def check_record(request: Request) -> None:
     """Every output token, logprob and prompt logprob is what the fake model gives for its prefix and its version."""
     num_output, num_prompt = request.num_output_tokens, request.num_prompt_tokens
     versions = versions_of(request.version_spans)
-    assert len(versions) == len(request.output_logprobs) == len(request.output_ranks) == num_output
-    assert len(request.output_top_logprobs) == num_output
+    assert len(versions) == len(request.sampled) == num_output
     assert [span.start for span in request.version_spans] == [0, *(s.end for s in request.version_spans)][:-1]
     keys = context_keys(request.token_ids)
     for i, (token, version) in enumerate(zip(request.output_token_ids, versions, strict=True)):
         key = keys[num_prompt + i - 1]
         assert token == next_token(key, version, request.seed), (request.request_id, i, version)
-        assert request.output_logprobs[i] == (score(key, version, token), score(key, version, token) / 2)
+        raw = score(key, version, token)
+        assert request.sampled[i] == SampledToken(token, raw, raw / 2, 1, [(token, raw)])
     if request.params.prompt_logprobs is None:
         assert not request.prompt_logprobs
     elif num_output:

@@ -14,6 +14,7 @@ import torch
 
 from checkpoints import random_weights, write_checkpoint
 from cores import TINY, Driver, Teacher, digests_of
+from fakes import versions_of
 from midstream.engine import core as core_module
 from midstream.engine import pauses as pauses_module
 from midstream.engine import updates as updates_module
@@ -29,7 +30,7 @@ from midstream.errors import (
 )
 from midstream.models.weights import EMBEDDING, HEAD, Staging
 from midstream.ops.layers import LinearWeight
-from midstream.types import RequestStatus, SamplingParams, WeightVersionSpan, versions_of
+from midstream.types import RequestStatus, SamplingParams, WeightVersionSpan
 from midstream.weights.manifest import digest, weights_id
 
 torch.set_num_threads(1)
@@ -330,7 +331,7 @@ def test_case_062_a_thousand_aborted_groups_leave_no_record(make: Callable[..., 
         assert driver.output(name).finished
     driver.check_idle()
     core = driver.core
-    assert not core._jobs and not core.pauses.is_waiting and not core.outputs.increments
+    assert not core.worker.is_busy and not core.pauses.is_waiting and not core.outputs.increments
 
 
 def test_case_063_a_group_is_admitted_whole_or_not(make: Callable[..., Driver]) -> None:
@@ -339,13 +340,13 @@ def test_case_063_a_group_is_admitted_whole_or_not(make: Callable[..., Driver]) 
     driver.step()
     driver.add(prompt(4), "group", n=4, max_tokens=3)
     driver.steps(2)
-    assert driver.core.scheduler.num_running == 1 and driver.core.scheduler.num_waiting == 4
+    assert len(driver.core.scheduler.running) == 1 and driver.core.scheduler.num_waiting == 4
     driver.pause("keep")
     assert driver.core.status()["held"] == 5
     driver.resume()
     driver.until(lambda: driver.output("first").finished)
     driver.step()
-    assert driver.core.scheduler.num_running == 4
+    assert len(driver.core.scheduler.running) == 4
     driver.pause("keep")
     assert driver.core.status()["held"] == 4
     driver.resume()
@@ -1130,7 +1131,7 @@ def test_case_029_case_030_a_failed_update_leaves_the_old_weights_bit_for_bit(
     driver.add(prompt(8), "after", max_tokens=5)
     driver.run()
     Teacher(driver, {1: W1}).check([driver.output("after")], PLAIN)
-    assert not driver.core._jobs and not driver.core.updates._in_flight
+    assert not driver.core.worker.is_busy and not driver.core.updates._in_flight
 
 
 def test_verbs_out_of_order_each_get_one_clear_error(make: Callable[..., Driver]) -> None:

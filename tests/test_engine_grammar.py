@@ -115,7 +115,7 @@ def test_what_does_not_compile_is_refused(compiler: GrammarCompiler, wanted: dic
 
 def test_without_tokenizer_or_end_token_it_is_refused(text: Text) -> None:
     with pytest.raises(InvalidInput, match="tokenizer"):
-        GrammarCompiler(261, [EOS]).start(JSON, 1, lambda: True, lambda result: None)
+        GrammarCompiler(261, [EOS]).require_tokenizer()
     with pytest.raises(InvalidInput, match="eos_token_id"):
         GrammarCompiler(261, []).load_tokenizer(text.to_json())
     for strange in ("", "{", "[]", "{}"):

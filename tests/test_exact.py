@@ -17,6 +17,7 @@ import torch
 from checkpoints import VARIANTS, write_checkpoint
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
+from midstream.engine.protocol import Reply
 from midstream.errors import InvalidInput
 from midstream.ops import cpu
 from midstream.rl.policy import Policy
@@ -119,7 +120,7 @@ class Engine:
         for _ in range(2):
             replies = [r for r in self.core.outputs.replies if r.op == 1]
             if replies:
-                assert replies[0].error is None
+                assert isinstance(replies[0], Reply)
                 self.core.outputs.replies.clear()
                 return
             assert not self.core.step(), "a step ran while a pause was due"
@@ -137,9 +138,9 @@ class Engine:
             for i in self.core.take_outputs().increments:
                 r = results[i.parent_id, i.index]
                 r.token_ids += i.token_ids
-                r.logprobs += i.logprobs
-                r.ranks += i.ranks
-                r.top += i.top_logprobs
+                r.logprobs += [(token.raw_logprob, token.processed_logprob) for token in i.tokens]
+                r.ranks += [token.rank for token in i.tokens]
+                r.top += [token.top for token in i.tokens]
                 r.last = i
             if not self.core.scheduler.has_unfinished:
                 self.core.step()  # idle: checks its own integrity

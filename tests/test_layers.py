@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "parallel": BOTTOM | {"ops"},
     "models": BOTTOM | {"ops", "parallel"},
     "kv": BOTTOM | {"ops", "parallel"},
-    "weights": BOTTOM | {"ops", "parallel"},
+    "weights": BOTTOM | {"ops", "parallel", "models.shards"},  # how a model directory is read stands in one place
     "engine": BOTTOM | {"ops", "parallel", "models", "kv", "weights"},
     "serving": BOTTOM | {"ops", "parallel", "models", "kv", "weights", "engine"},
     "serving.client": BOTTOM,  # rl's only view of the engine: nothing of the engine may come with it
@@ -43,7 +43,7 @@ NO_TORCH = (
     "types", "config", "errors", "metrics",
     "kv.block_pool", "kv.manager", "kv.connector",
     "engine.scheduler", "engine.protocol", "engine.grammar",
-    "weights.session",
+    "models.shards", "weights.session", "weights.columns",
     "serving.client", "serving.router",
     "rl.types", "rl.buffer", "rl.advantage",
 )  # fmt: skip

@@ -48,7 +48,7 @@ def test_sync_means_staleness_zero() -> None:
         ({"steps": 0}, "steps must be positive, got 0"),
         ({"steps": 1.5}, "steps"),
         ({"steps": True}, "steps"),
-        ({"lr": "1e-4"}, "lr must be float, got"),
+        ({"lr": "1e-4"}, "lr must be a finite number, got"),
         ({"lr": float("nan")}, "nan"),
         ({"temperature": 0}, "greedy"),
         ({"max_staleness": -1}, "max_staleness"),

@@ -18,7 +18,14 @@ from midstream.serving.async_llm import AsyncLLM
 from midstream.serving.llm import LLM
 from midstream.serving.outputs import OutputBuilder, StopTexts
 from midstream.serving.text import Text
-from midstream.types import CompletionOutput, FinishReason, RequestIncrement, SamplingParams, WeightVersionSpan
+from midstream.types import (
+    CompletionOutput,
+    FinishReason,
+    RequestIncrement,
+    SampledToken,
+    SamplingParams,
+    WeightVersionSpan,
+)
 
 torch.set_num_threads(1)
 
@@ -43,9 +50,8 @@ def increment(ids: list[int], start: int, finish: FinishReason | None = None, **
     if start + len(ids) > 2:
         spans.append(WeightVersionSpan("v1", 1, 2, start + len(ids)))
     values: dict[str, Any] = {
-        "parent_id": "r", "index": 0, "token_ids": ids, "logprobs": [(-1.0 * i, -2.0 * i) for i in ids],
-        "top_logprobs": [], "ranks": [1] * len(ids), "weight_versions": spans, "seed": 1, "finish_reason": finish,
-        "sampling_mask": [[i, i + 1] for i in ids],
+        "parent_id": "r", "index": 0, "tokens": [SampledToken(i, -1.0 * i, -2.0 * i, 1, [], [i, i + 1]) for i in ids],
+        "weight_versions": spans, "seed": 1, "finish_reason": finish,
     }  # fmt: skip
     return RequestIncrement(**{**values, **changes})
 

@@ -23,7 +23,9 @@ from midstream.models.weights import EMBEDDING, HEAD
 from midstream.serving.async_llm import AsyncLLM
 from midstream.serving.llm import LLM
 from midstream.types import SamplingParams
+from midstream.weights import packing
 from midstream.weights.base import trainer_engines, worker_engines
+from midstream.weights.columns import from_columns
 from midstream.weights.ipc import IPCTrainerWeightTransferEngine
 from midstream.weights.manifest import weights_id
 
@@ -223,8 +225,9 @@ def test_case_019_a_flipped_bit_in_the_shared_buffer_is_found(models: pathlib.Pa
 
         def flipped(request: dict[str, Any]) -> dict[str, Any]:
             info = request["update_info"]
-            at = info["offsets"][info["names"].index(K_PROJ)]
-            trainer._buffers[info["buffer"]].data[at + 5] ^= 1
+            (slots,) = packing.plan(from_columns({k: info[k] for k in ("names", "dtype_names", "shapes")}), 1 << 20)
+            (slot,) = [slot for slot in slots if slot.meta.name == K_PROJ]
+            trainer._buffers[info["buffer"]].data[slot.offset + 5] ^= 1
             return real(request)
 
         llm.update_weights = flipped  # type: ignore[method-assign]

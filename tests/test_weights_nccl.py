@@ -479,7 +479,7 @@ def test_a_bad_init_is_refused_and_says_why(info: dict[str, Any], match: str) ->
     [
         ({"names": "abc"}, "names must be a list"),
         ({"shapes": [[1]]}, "equally long, got \\[2, 2, 1\\]"),
-        ({"names": [1, 2]}, "lists of strings"),
+        ({"names": [1, 2]}, "names must be a list of strings"),
         ({"shapes": [[1], [-1]]}, "integers >= 0"),
         ({"is_checkpoint_format": False}, "checkpoint names"),
         ({"ipc_handles": []}, "unknown \\['ipc_handles'\\]"),

@@ -159,7 +159,7 @@ def test_a_users_own_class_by_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert reply["updated"] == reply["of"] == len(w1) and reply["version"] == engine.version == version
         assert all(torch.equal(engine.held[name], tensor) for name, tensor in weights.items())
         listed = from_source(source)
-        assert reply["weights_id"] == weights_id(dict(zip(listed.names, listed.digests, strict=True)))
+        assert reply["weights_id"] == weights_id(dict(zip(listed["names"], listed["digests"], strict=True)))
     assert list(tmp_path.iterdir()) == []
     for info, message in ({"file": "../x"}, "plain file name"), ({"file": "gone"}, "can not be read"):
         engine.start_weight_update()

@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
-from midstream.config import EngineConfig
+from midstream.config import EngineConfig, check_type
 from midstream.engine import protocol as p
-from midstream.engine.grammar import Grammar, GrammarCompiler
+from midstream.engine.grammar import GrammarCompiler
 from midstream.engine.pauses import Pauses
 from midstream.engine.scheduler import Scheduler
 from midstream.engine.sleep import Sleep
 from midstream.engine.updates import WeightUpdates
-from midstream.engine.worker import Done, Worker
+from midstream.engine.worker import Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
 from midstream.ops.numerics import difference
@@ -36,22 +36,12 @@ from midstream.types import (
     RequestIncrement,
     RequestStatus,
     SamplingParams,
-    StructuredOutputs,
     WeightVersion,
     child_id,
     child_seed,
 )
-from midstream.weights.manifest import digest, weights_id
+from midstream.weights.manifest import weights_id
 from midstream.weights.session import UpdateSession
-
-
-@dataclass(slots=True)
-class Reply:
-    """The one answer to call ``op``: a value, or an error."""
-
-    op: int
-    value: dict[str, Any] | None = None
-    error: MidstreamError | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +52,7 @@ class CoreOutputs:
     failed: list[tuple[str, MidstreamError]] = field(default_factory=list)
     """(parent id, why): requests ended by an error of a step, or whose grammar does not compile; nothing more comes
     for them."""
-    replies: list[Reply] = field(default_factory=list)
+    replies: list[p.Reply | p.Fail] = field(default_factory=list)
 
 
 class EngineCore:
@@ -86,7 +76,6 @@ class EngineCore:
         self.protocol = p.Protocol()
         self.outputs = CoreOutputs()
         self.num_steps = 0
-        self._jobs: dict[int, Callable[[Done], None]] = {}
         self._once_paused: dict[Any, Callable[[], None]] = {}
         self._is_checked = True
         self._log = _open_log(config.step_log)
@@ -113,7 +102,7 @@ class EngineCore:
             "abort_requests": self._abort_requests,
             "status": lambda op: self.reply(op, self.status()),
             "load_grammar_tokenizer": self._load_grammar_tokenizer,
-            "weight_digests": lambda op: self.reply(op, self.weight_digests()),
+            "weight_digests": self.updates.digests,
         }
 
     # -- commands ----------------------------------------------------------------------------------------------
@@ -137,8 +126,7 @@ class EngineCore:
         ``CoreOutputs.failed`` later.
         """
         self.admit()
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidInput(f"priority must be an integer, got {priority!r}")
+        check_type("priority", "int", priority)
         self._check_prompt(prompt_token_ids, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         prompt = list(prompt_token_ids)
@@ -147,6 +135,8 @@ class EngineCore:
         eos = () if params.ignore_eos else self.worker.model_config.eos_token_ids
         stop = frozenset((*params.stop_token_ids, *eos))
         wanted = params.structured_outputs
+        if wanted is not None:
+            self.grammars.require_tokenizer()
         requests = [
             Request(
                 request_id=child_id(request_id, k, params.n),
@@ -165,60 +155,45 @@ class EngineCore:
         ]
         self.scheduler.add(requests)
         if wanted is not None:
-            try:
-                self._compile(wanted, requests)
-            except InvalidInput:
-                self.scheduler.fail([request_id])
-                raise
+            self.grammars.start(wanted, requests)
 
-    def _compile(self, wanted: StructuredOutputs, requests: list[Request]) -> None:
-        """Beside the steps; until it is done the requests are held. Those that end meanwhile are left as they are."""
-
-        def live() -> list[Request]:
-            return [request for request in requests if not request.status.is_finished]
-
-        def done(result: list[Grammar] | InvalidInput) -> None:
-            if isinstance(result, InvalidInput):
-                if self.scheduler.fail([request.request_id for request in live()]):
-                    self.outputs.failed.append((requests[0].parent_id, result))
-            else:
-                for request, grammar in zip(requests, result, strict=False):
-                    request.grammar = grammar
-                self.scheduler.release(live())
-
-        self.grammars.start(wanted, len(requests), lambda: bool(live()), done)
+    def _settle_grammars(self) -> None:
+        """Requests whose grammars are made since the last step are ready; those that have none, or ended, are over."""
+        for requests, error in self.grammars.settle():
+            live = [request for request in requests if not request.status.is_finished]
+            if error is None:
+                self.scheduler.release(live)
+            elif self.scheduler.end([request.request_id for request in live], RequestStatus.FINISHED_ERROR):
+                self.outputs.failed.append((requests[0].parent_id, error))
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise InvalidInput("the prompt is empty: give at least one token")
         vocab = self.worker.model_config.vocab_size
         bad = next((t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab), None)
         if bad is not None:
             raise InvalidInput(f"prompt token id {bad!r} is not in [0, {vocab})")
-        if len(prompt) >= self.worker.max_model_len:
-            raise InvalidInput(
-                f"a prompt of {len(prompt)} tokens leaves no room in max_model_len {self.worker.max_model_len}"
-            )
         outside = [t for t in params.stop_token_ids if t >= vocab]
         if outside:
             raise InvalidInput(f"stop_token_ids {outside} are not in [0, {vocab})")
 
     def abort(self, ids: Sequence[str] | None) -> int:
         """End requests by id (None: all) with their partial tokens; unknown ids are ignored. Returns how many."""
-        ended = self.scheduler.abort(ids)
+        ended = self.scheduler.end(ids, RequestStatus.FINISHED_ABORTED)
         self._report(ended)
         return len(ended)
 
     def call(self, op: int, verb: str, arguments: dict[str, Any]) -> None:
-        """Take a verb; its one Reply comes in ``outputs``, now or after later turns."""
+        """Take a verb; its one Reply or Fail comes in ``outputs``, now or after later turns."""
         try:
             handler = self._verbs.get(verb)
             if handler is None:
                 raise InvalidInput(f"unknown verb {verb!r}; the engine has {', '.join(sorted(self._verbs))}")
+            signature = inspect.signature(handler)
             try:
-                inspect.signature(handler).bind(op, **arguments)
+                signature.bind(op, **arguments)
             except TypeError as error:
                 raise InvalidInput(f"{verb}: {error}") from error
+            for name, value in arguments.items():
+                check_type(name, str(signature.parameters[name].annotation), value)
             handler(op, **arguments)
         except MidstreamError as error:
             self.fail(op, error)
@@ -230,15 +205,6 @@ class EngineCore:
     def session(self) -> UpdateSession:
         """The weight update, owned by ``updates``."""
         return self.updates.session
-
-    @property
-    def has_jobs(self) -> bool:
-        """The staging thread works, or its results wait to be taken."""
-        return bool(self._jobs)
-
-    def run_job(self, job: int, then: Callable[[Done], None]) -> None:
-        """A job was given to the staging thread; ``then`` is called between two steps when it is done."""
-        self._jobs[job] = then
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
@@ -259,15 +225,15 @@ class EngineCore:
     @property
     def is_waiting(self) -> bool:
         """Something is under way that needs turns though no step runs: staging jobs, time limits, open updates."""
-        return bool(self._jobs or self.pauses.is_waiting or self.session.is_open)
+        return bool(self.worker.is_busy or self.pauses.is_waiting or self.session.is_open)
 
     def step(self) -> bool:
         """One turn: settle what is due between two steps, then run one step if there is one. True if a step ran."""
-        while self.worker.completed:
-            done = self.worker.completed.popleft()
-            self._jobs.pop(done.job)(done)
-        self.grammars.settle()
-        self.act(self.protocol.boundary(self._facts()))
+        self.worker.settle()
+        self._settle_grammars()
+        # Without weights nothing can progress before the commit that brings them.
+        progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
+        self.act(self.protocol.boundary(p.StepFacts(len(self.scheduler.live), progressed)))
         self._watch_clock()  # after the boundary: what is complete now is not late
         if not self.may_step or not self.scheduler.has_ready:
             if not self.scheduler.has_unfinished and not self._is_checked:
@@ -285,7 +251,8 @@ class EngineCore:
             # Its requests are over; the engine, and everyone who was not in this step, goes on.
             traceback.print_exc()
             reason = MidstreamError(f"the step failed: {type(error).__name__}: {error}")
-            ended = self.scheduler.fail([self.scheduler.live[r.request_id].parent_id for r in plan.requests])
+            parents = [self.scheduler.live[r.request_id].parent_id for r in plan.requests]
+            ended = self.scheduler.end(parents, RequestStatus.FINISHED_ERROR)
             self.outputs.failed += [(parent_id, reason) for parent_id in dict.fromkeys(r.parent_id for r in ended)]
             return True
         self._report(self.scheduler.update(plan, result))
@@ -316,11 +283,6 @@ class EngineCore:
             self._log.close()
             self._log = None
 
-    def _facts(self) -> p.StepFacts:
-        # Without weights nothing can progress before the commit that brings them.
-        progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
-        return p.StepFacts(num_unfinished=len(self.scheduler.live), oldest_has_progressed=progressed)
-
     def _watch_clock(self) -> None:
         if self.pauses.is_waiting or self.session.is_open:
             now = time.monotonic()
@@ -333,9 +295,8 @@ class EngineCore:
             finished = request.status.is_finished
             if request.params.final_only and not finished:
                 continue
-            new = slice(request.num_sent_tokens, None)
-            ids = request.token_ids[request.num_prompt_tokens + request.num_sent_tokens :]
-            request.num_sent_tokens += len(ids)
+            new = request.sampled[request.num_sent_tokens :]
+            request.num_sent_tokens += len(new)
             last = request.token_ids[-1]
             why: int | str | None = None
             if request.status is RequestStatus.FINISHED_STOPPED and last in request.params.stop_token_ids:
@@ -348,17 +309,13 @@ class EngineCore:
                 RequestIncrement(
                     parent_id=request.parent_id,
                     index=request.index,
-                    token_ids=ids,
-                    logprobs=request.output_logprobs[new],
-                    top_logprobs=request.output_top_logprobs[new] if request.params.logprobs else [],
-                    ranks=request.output_ranks[new] if request.params.logprobs is not None else [],
+                    tokens=new,
                     weight_versions=list(request.version_spans),
                     seed=request.seed,
                     finish_reason=reason,
                     stop_reason=why,
                     prompt_logprobs=request.prompt_logprobs if wants_prompt and finished else None,
                     kv_versions=list(request.kv_history) or None,
-                    sampling_mask=request.output_kept[new],
                     num_cached_tokens=request.num_cached_tokens,
                     num_reprefilled_tokens=request.num_reprefilled_tokens,
                     num_preemptions=request.num_preemptions,
@@ -392,18 +349,14 @@ class EngineCore:
 
     def reply(self, op: Any, value: dict[str, Any]) -> None:
         self.pauses.answered(op)
-        self.outputs.replies.append(Reply(op, value))
+        self.outputs.replies.append(p.Reply(op, value))
 
     def fail(self, op: Any, error: MidstreamError) -> None:
         self._once_paused.pop(op, None)
         self.pauses.answered(op, failed=True)
-        self.outputs.replies.append(Reply(op, error=error))
+        self.outputs.replies.append(p.Fail(op, error))
 
     def _abort_requests(self, op: int, request_ids: list[str] | None = None) -> None:
-        if request_ids is not None and not (
-            isinstance(request_ids, (list, tuple)) and all(isinstance(name, str) for name in request_ids)
-        ):
-            raise InvalidInput("request_ids must be a list of strings, or null for all")
         self.reply(op, {"status": "aborted", "aborted": self.abort(request_ids)})
 
     def _load_grammar_tokenizer(self, op: int, text: str) -> None:
@@ -412,7 +365,7 @@ class EngineCore:
 
     def _reset_prefix_cache(self, op: int, reset_running_requests: bool = False) -> None:
         held = sum(1 for r in self.scheduler.live.values() if r.block_ids)
-        if reset_running_requests is True:
+        if reset_running_requests:
             self.scheduler.drop_kv()  # they are computed again
         elif not self.scheduler.reset_prefix_cache():
             raise Conflict(f"{held} requests hold KV blocks: reset_running_requests, pause with clear_cache, or abort")
@@ -435,7 +388,7 @@ class EngineCore:
             "lease_left_s": self.pauses.lease_left_s,
             "sleep": self.sleep.state(),
             "device_idle": not (self.may_step and s.has_ready),
-            "running": s.num_running,
+            "running": len(s.running),
             "waiting": s.num_waiting,
             "held": len(s.live) if not self.may_step else 0,
             **self.version(),
@@ -462,12 +415,6 @@ class EngineCore:
             return "no (trainer numerics unknown)"
         gap = difference(ours, theirs)
         return f"no (engine and trainer differ in {gap})" if gap else "yes"
-
-    def weight_digests(self) -> dict[str, Any]:
-        """Digest of every tensor really held (recomputed from the live, packed form), by checkpoint name."""
-        self.sleep.require_weights()
-        found = {name: digest(tensor) for name, tensor in self.worker.checkpoint()}
-        return {"digests": found, "weights_id": weights_id(found), **self.version()}
 
     def record(self, **entry: Any) -> None:
         if self._log:

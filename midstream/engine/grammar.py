@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from midstream.errors import InvalidInput
-from midstream.types import StructuredOutputs
+from midstream.types import Request, StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,7 +30,6 @@ _NUM_THREADS = 2
 """The library can not be interrupted: that many grammars that take for ever leave the next ones to their time limit."""
 
 _FUSE = '"decoder":{"type":"Sequence","decoders":[{"type":"ByteFallback"},{"type":"Fuse"}]}'
-Then = Callable[[list["Grammar"] | InvalidInput], None]
 
 
 class Grammar:
@@ -70,14 +69,13 @@ class Grammar:
 class GrammarCompiler:
     """Makes grammars for one model's vocabulary. Every error is an ``InvalidInput``.
 
-    All but ``compile`` belongs to the core's thread. ``wake`` is called from another one, when there is something for
-    ``settle`` to do.
+    All but ``compile`` belongs to the core's thread. ``wake`` is called from another one when ``settle`` is due.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None] = lambda: None) -> None:
         self._wake = wake
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-        self._pending: list[tuple[float, Future[list[Grammar]], Then]] = []
+        self._pending: list[tuple[float, Future[list[Grammar]], list[Request]]] = []
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
@@ -103,37 +101,40 @@ class GrammarCompiler:
         except Exception as error:  # the library's own kinds, and whatever a strange file provokes
             raise InvalidInput(f"structured outputs can not use this model's tokenizer: {error}") from error
 
-    def start(self, wanted: StructuredOutputs, n: int, is_wanted: Callable[[], bool], then: Then) -> None:
-        """Compile in a thread; ``settle`` then calls ``then`` with n grammars at their start, or with why not.
-
-        ``is_wanted`` is asked when a thread is free. Raises what can be said at once.
-        """
+    def require_tokenizer(self) -> None:
         if self._tokenizer is None:
             raise InvalidInput("structured outputs need the tokenizer first: the front end sends it")
 
+    def start(self, wanted: StructuredOutputs, requests: list[Request]) -> None:
+        """Compile in a thread, unless all of ``requests`` have ended before one is free; then see ``settle``."""
+
         def work() -> list[Grammar]:
-            grammar = self.compile(wanted) if is_wanted() else None
-            return [grammar.copy() for _ in range(n)] if grammar else []
+            if all(request.status.is_finished for request in requests):
+                return []
+            grammar = self.compile(wanted)
+            return [grammar.copy() for _ in requests]
 
         future = self._threads.submit(work)
-        self._pending.append((time.monotonic() + _LIMIT_S, future, then))
+        self._pending.append((time.monotonic() + _LIMIT_S, future, requests))
         future.add_done_callback(lambda _: self._wake())
 
-    def settle(self) -> None:
-        """Between two steps: hand over what is done, and what is out of time."""
+    def settle(self) -> Iterator[tuple[list[Request], InvalidInput | None]]:
+        """Between two steps: the requests that have their grammars now, and with why not those that get none."""
         now = time.monotonic()
         for entry in [e for e in self._pending if e[1].done() or now > e[0]]:
             self._pending.remove(entry)
-            _, future, then = entry
+            _, future, requests = entry
             if not future.done():
                 future.cancel()
-                then(InvalidInput(f"structured_outputs: not compiled within {_LIMIT_S:g} s: simplify it, or try later"))
-            elif isinstance(error := future.exception(), InvalidInput):
-                then(error)
-            elif error is not None:
-                then(InvalidInput(f"structured_outputs: {type(error).__name__}: {error}"))
+                why = f"structured_outputs: not compiled within {_LIMIT_S:g} s: simplify it, or try later"
+                yield requests, InvalidInput(why)
+            elif (error := future.exception()) is not None:
+                other = InvalidInput(f"structured_outputs: {type(error).__name__}: {error}")
+                yield requests, error if isinstance(error, InvalidInput) else other
             else:
-                then(future.result())
+                for request, grammar in zip(requests, future.result(), strict=False):
+                    request.grammar = grammar
+                yield requests, None
 
     def close(self) -> None:
         """Compile no more; does not wait."""

@@ -6,7 +6,6 @@ ends by itself unless it is taken again in time, so that a controller that died 
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,8 @@ class Pauses:
         self.owner: str | None = None
         self.since: float | None = None
         """Wall-clock time of the call that began the pause in flight or held."""
+        self.is_of_sleep = False
+        """Sleep took it for itself, and nobody has called pause since: it ends when all is awake."""
         self._lease_until: float | None = None
         self._deadlines: dict[Any, float] = {}
         self._before: tuple[Any, str | None, float | None] = (None, None, None)
@@ -49,10 +50,12 @@ class Pauses:
         owner: str | None = None,
         lease_s: float | None = None,
     ) -> None:
-        _check_seconds("timeout_s", timeout_s, timeout_s == 0)
-        _check_seconds("lease_s", lease_s, False)
-        if owner is not None and (not isinstance(owner, str) or not owner):
-            raise InvalidInput(f"owner must be a string that is not empty, got {owner!r}")
+        if timeout_s is not None and timeout_s < 0:
+            raise InvalidInput(f"timeout_s must be a number >= 0, got {timeout_s}")
+        if lease_s is not None and lease_s <= 0:
+            raise InvalidInput(f"lease_s must be a number > 0, got {lease_s}")
+        if owner == "":
+            raise InvalidInput("owner must be a string that is not empty")
         self._check_owner(owner, "pause")
         actions = self._core.protocol.pause(op, mode, clear_cache)
         self._before = (op, self.owner, self._lease_until)
@@ -60,12 +63,10 @@ class Pauses:
         self.owner, self._lease_until = owner, None if lease_s is None else now + lease_s
         if timeout_s is not None:
             self._deadlines[op] = now + timeout_s
-        self._core.sleep.pause_taken()
+        self.is_of_sleep = False
         self._core.act(actions)
 
     def resume(self, op: int, owner: str | None = None, force: bool = False) -> None:
-        if not isinstance(force, bool):
-            raise InvalidInput(f"force must be true or false, got {force!r}")
         if not force:
             self._check_owner(owner, "resume")
         self._core.sleep.require_awake()
@@ -84,6 +85,7 @@ class Pauses:
             self.since = self.since or time.time()
         else:
             self.owner = self.since = self._lease_until = None
+            self.is_of_sleep = False
             self._before = (None, None, None)
             self._core.sleep.unpaused()
 
@@ -108,11 +110,3 @@ class Pauses:
                 "resume with force",
                 owner=self.owner,
             )
-
-
-def _check_seconds(name: str, value: object, may_be_zero: bool) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (may_be_zero or 0 < value < math.inf):  # type: ignore[operator]
-        raise InvalidInput(f"{name} must be a number {'>= 0' if name == 'timeout_s' else '> 0'}, got {value!r}")

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from midstream.config import EngineConfig
+from midstream.engine.protocol import Fail, Reply
 from midstream.errors import InvalidInput, MidstreamError, to_wire
 from midstream.types import RequestIncrement, SamplingParams
 
@@ -195,7 +196,6 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(wake, zmq.POLLIN)
-    refused: list[tuple[str, dict[str, Any]]] = []
     while True:
         while socket.poll(0):
             try:
@@ -204,36 +204,34 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                 print(f"midstream: a message to the core was dropped: {error}", file=sys.stderr, flush=True)
                 continue
             match message:
-                case Add():
+                case Add(request_id, prompt, params, cache_salt, priority):
                     try:
-                        core.add(
-                            message.request_id,
-                            message.prompt_token_ids,
-                            message.params,
-                            message.cache_salt,
-                            message.priority,
-                        )
+                        core.add(request_id, prompt, params, cache_salt, priority)
                     except MidstreamError as error:
-                        refused.append((message.request_id, to_wire(error)))
-                case Abort():
-                    core.abort(message.request_ids)
-                case Call():
-                    core.call(message.op, message.verb, message.arguments)
+                        core.outputs.failed.append((request_id, error))
+                case Abort(request_ids):
+                    core.abort(request_ids)
+                case Call(op, verb, arguments):
+                    core.call(op, verb, arguments)
                 case Shutdown():
                     core.close()
                     return
         ran = core.step()
         outputs = core.take_outputs()
-        refused += [(request_id, to_wire(error)) for request_id, error in outputs.failed]
-        if outputs.increments or outputs.replies or refused:
-            answers = [Answer(r.op, r.value, to_wire(r.error) if r.error else None) for r in outputs.replies]
-            socket.send(encode(Outputs(outputs.increments, answers, refused)))
-            refused = []
+        if outputs.increments or outputs.failed or outputs.replies:
+            refused = [(request_id, to_wire(error)) for request_id, error in outputs.failed]
+            socket.send(encode(Outputs(outputs.increments, [_answer(reply) for reply in outputs.replies], refused)))
         if not ran and not core.has_work:
             for ready, _ in poller.poll(_WAITING_POLL_MS if core.is_waiting else _IDLE_POLL_MS):
                 if ready == wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(wake)
+
+
+def _answer(reply: Reply | Fail) -> Answer:
+    if isinstance(reply, Fail):
+        return Answer(reply.op, error=to_wire(reply.error))
+    return Answer(reply.op, reply.value)
 
 
 if __name__ == "__main__":

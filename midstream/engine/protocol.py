@@ -48,7 +48,7 @@ Every overlapping, repeated or crossed call ends in one of these ways:
                                     ends in running
     resume     paused, finish held  commits at the next boundary, before any step, as the pause demanded
     cancel     finish held          the finish fails (UpdateConflict); pauses are not touched
-    any        value unknown        raises InvalidInput; state unchanged
+    pause      value unknown        raises InvalidInput; state unchanged
 
 So when no call is open, the state is the one of the last call that was acknowledged. Each call is answered once: by
 Reply, Fail or Commit (whose result the core reports), or by the exception it raised.
@@ -56,7 +56,6 @@ Reply, Fail or Commit (whose result the core reports), or by the exception it ra
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -69,10 +68,10 @@ from midstream.errors import (
     TimedOut,
     UpdateConflict,
 )
-from midstream.types import KV_POLICIES, PAUSE_MODES, KVPolicy, PauseMode, PauseState
+from midstream.types import PAUSE_MODES, KVPolicy, PauseMode
 
-Op = Hashable
-"""Identity of one call; the caller's choice, unique among the calls not answered yet."""
+Op = Any
+"""Identity of one call: hashable, the caller's choice, unique among the calls not answered yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +193,9 @@ class Protocol:
         return any(clear for _, clear in self._pausing.callers) or (held and rejoined)
 
     @property
-    def state(self) -> PauseState:
-        """What may be scheduled."""
-        if not self.is_paused:
-            return PauseState.UNPAUSED
-        return PauseState.PAUSED_NEW if self._pausing and self._pausing.mode == "wait" else PauseState.PAUSED_ALL
-
-    @property
     def may_step(self) -> bool:
-        """Whether a step may run after this gap's ``boundary``."""
-        return self.state is not PauseState.PAUSED_ALL
+        """Whether a step may run after this gap's ``boundary``: unless paused, and while a wait lets requests end."""
+        return not self.is_paused or (self._pausing is not None and self._pausing.mode == "wait")
 
     def admit(self) -> None:
         """Called for each new request; raises ``EnginePaused`` where an abort or wait pause is in flight or holds."""
@@ -218,8 +210,6 @@ class Protocol:
         """Begin a pause, or join the one of this mode that is in flight."""
         if mode not in PAUSE_MODES:
             raise InvalidInput(f"unknown pause mode {mode!r}: use one of {', '.join(PAUSE_MODES)}")
-        if not isinstance(clear_cache, bool):
-            raise InvalidInput(f"clear_cache must be true or false, got {clear_cache!r}")
         caller = (op, clear_cache)
         if self._pausing is not None and self._pausing.mode == mode:
             self._pausing = replace(self._pausing, callers=(*self._pausing.callers, caller))
@@ -271,19 +261,16 @@ class Protocol:
 
     def finish_update(self, op: Op, kv_policy: KVPolicy | None) -> list[Action]:
         """An update is prepared and verified; it commits at a boundary. None: the pause's policy, else recompute."""
-        if kv_policy is not None and kv_policy not in KV_POLICIES:
-            raise InvalidInput(f"unknown kv_policy {kv_policy!r}: use one of {', '.join(KV_POLICIES)}, or none")
         if self._finish is not None:
             raise UpdateConflict("a finish of this update is waiting for its commit already: wait for its answer")
         self._finish = _Finish(op, kv_policy, self.is_paused)
         return []
 
-    def cancel_update(self, op: Op | None = None, reason: str = "the update was aborted") -> list[Action]:
-        """The prepared update is gone: end the finish that waits for its commit (``op``: only if it is that one)."""
-        finish = self._finish
-        if finish is None or op not in (None, finish.op):
+    def cancel_update(self, reason: str) -> list[Action]:
+        """The prepared update is gone: end the finish that waits for its commit, if there is one."""
+        finish, self._finish = self._finish, None
+        if finish is None:
             return []
-        self._finish = None
         return [Fail(finish.op, UpdateConflict(f"{reason} before it was committed: start it again"))]
 
     def boundary(self, facts: StepFacts) -> list[Action]:

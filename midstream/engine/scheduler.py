@@ -31,7 +31,6 @@ from midstream.errors import InvalidInput
 from midstream.kv.block_pool import BlockPool
 from midstream.kv.manager import KVManager
 from midstream.types import (
-    KV_POLICIES,
     KVPolicy,
     ModelRunnerOutput,
     Request,
@@ -74,10 +73,6 @@ class Scheduler:
         self.num_reprefilled_tokens = 0
 
     @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
     def num_waiting(self) -> int:
         """Those that are held until they are ready, too."""
         return len(self.live) - len(self.running)
@@ -96,6 +91,7 @@ class Scheduler:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue the n samples of one prompt, all or none; those that are not ready once they are released.
 
+        They have one parent, salt, priority, prompt and limit, and an id each.
         Raises ``InvalidInput`` for ids in use and for what could never run, however long it waited.
         """
         self._check_admissible(requests)
@@ -117,34 +113,19 @@ class Scheduler:
             self._wait(request)
 
     def _check_admissible(self, requests: Sequence[Request]) -> None:
-        if not requests:
-            raise InvalidInput("add needs at least one request")
-        first = requests[0]
-        n, num_prompt, size, blocks = len(requests), first.num_prompt_tokens, self.pool.block_size, self.pool.num_blocks
-        shared = (first.parent_id, first.cache_salt, first.priority, first.prompt_token_ids)
-        if any((r.parent_id, r.cache_salt, r.priority, r.prompt_token_ids) != shared for r in requests):
-            name = first.parent_id
-            raise InvalidInput(f"the samples of request {name!r} must have one parent, salt, priority and prompt")
+        first, n, size, blocks = requests[0], len(requests), self.pool.block_size, self.pool.num_blocks
+        num_prompt, total = first.num_prompt_tokens, first.max_total_tokens
         for name in (first.parent_id, *(request.request_id for request in requests)):
             if name in self.live or name in self._siblings:
                 raise InvalidInput(f"request id {name!r} is in use; wait for its end, or choose another")
-        if len({request.request_id for request in requests}) < n:
-            raise InvalidInput(f"the samples of request {first.parent_id!r} must have different ids")
         if num_prompt < 1:
-            raise InvalidInput(f"request {first.parent_id!r} has an empty prompt; it needs at least one token")
+            raise InvalidInput("the prompt is empty: give at least one token")
         if num_prompt + 1 > self.max_model_len:
             raise InvalidInput(
-                f"a prompt of {num_prompt} tokens leaves no room to generate: prompt + output may be at most "
-                f"{self.max_model_len} tokens; shorten it"
+                f"a prompt of {num_prompt} tokens leaves no room in max_model_len {self.max_model_len}: shorten it"
             )
         if n > self.max_num_seqs:
             raise InvalidInput(f"n = {n} samples never run together: max_num_seqs is {self.max_num_seqs}; lower n")
-        total = max(request.max_total_tokens for request in requests)
-        if not num_prompt < min(request.max_total_tokens for request in requests) <= total <= self.max_model_len:
-            raise InvalidInput(
-                f"max_total_tokens must be more than the prompt's {num_prompt} and at most {self.max_model_len}, "
-                f"got {total}; change max_tokens"
-            )
         # The last token is sampled and never computed, so it needs no KV.
         needed = max(self.pool.blocks_for(total - 1), self.pool.blocks_for(num_prompt) + n - 1)
         if needed > blocks:
@@ -153,26 +134,13 @@ class Scheduler:
                 f"n = {n} and up to {total} tokens, the cache has {blocks}: shorten it, lower n, or raise num_blocks"
             )
 
-    def abort(self, ids: Iterable[str] | None) -> list[Request]:
+    def end(self, ids: Iterable[str] | None, status: RequestStatus) -> list[Request]:
         """End requests by parent or child id (None: all) and return them in order of arrival; unknown ids are ignored.
 
         They keep the tokens made so far. The step in flight may still contain them: ``update`` then skips them.
         """
-        return self._end(ids, RequestStatus.FINISHED_ABORTED)
-
-    def fail(self, ids: Iterable[str] | None) -> list[Request]:
-        """As ``abort``, for requests the engine could not serve."""
-        return self._end(ids, RequestStatus.FINISHED_ERROR)
-
-    def _end(self, ids: Iterable[str] | None, status: RequestStatus) -> list[Request]:
-        if ids is None:
-            ended = list(self.live.values())
-        else:
-            found: dict[str, Request] = {}
-            for name in ids:
-                for request in self._siblings.get(name) or filter(None, [self.live.get(name)]):
-                    found[request.request_id] = request
-            ended = sorted(found.values(), key=lambda request: request.arrival)
+        names = None if ids is None else set(ids)
+        ended = [r for r in self.live.values() if names is None or r.request_id in names or r.parent_id in names]
         for request in ended:
             self._finish(request, status)
         if ended:
@@ -242,13 +210,14 @@ class Scheduler:
 
         if reuse is not None:
             plan.block_copies += self.kv.adopt(request, reuse, self.version.number)
-        if start < request.num_dropped_tokens:
-            plan.num_reprefilled_tokens += min(end, request.num_dropped_tokens) - start
+        num_again = max(min(end, request.num_dropped_tokens) - start, 0)
+        plan.num_reprefilled_tokens += num_again
         plan.num_tokens += end - start
         scheduled = ScheduledRequest(
             request_id=request.request_id,
             token_ids=request.token_ids[start:end],
             start=start,
+            num_again=num_again,
             block_ids=request.block_ids,
             sample=end == num_tokens,
             seed=request.seed,
@@ -317,10 +286,8 @@ class Scheduler:
             start = scheduled.start
             end = start + len(scheduled.token_ids)
             self.kv.computed(request, version.number, start, end)
-            if start < request.num_dropped_tokens:
-                num_again = min(end, request.num_dropped_tokens) - start
-                request.num_reprefilled_tokens += num_again
-                self.num_reprefilled_tokens += num_again
+            request.num_reprefilled_tokens += scheduled.num_again
+            self.num_reprefilled_tokens += scheduled.num_again
             if scheduled.prompt_targets:
                 num_known = len(request.prompt_logprobs) - start
                 request.prompt_logprobs += result.prompt_logprobs[request.request_id][max(0, num_known) :]
@@ -329,11 +296,7 @@ class Scheduler:
             token = result.sampled[request.request_id]
             extend_spans(request.version_spans, version, request.num_output_tokens)
             request.token_ids.append(token.token_id)
-            request.output_logprobs.append((token.raw_logprob, token.processed_logprob))
-            request.output_ranks.append(token.rank)
-            request.output_top_logprobs.append(token.top)
-            if token.kept is not None:
-                request.output_kept.append(token.kept)
+            request.sampled.append(token)
             self.num_sampled_tokens += 1
             changed.append(request)
             if request is first:
@@ -364,13 +327,8 @@ class Scheduler:
     def commit(self, version: WeightVersion, policy: KVPolicy) -> None:
         """From the next step on the weights are ``version``. Live requests go on: ``recompute`` drops their KV,
         ``keep`` lets them continue on it. The prefix cache needs nothing: no later request looks under the old number.
-
-        Raises ``InvalidInput``, and changes nothing, for an unknown policy or a number that does not grow.
         """
-        if policy not in KV_POLICIES:
-            raise InvalidInput(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {policy!r}")
-        if version.number <= self.version.number:
-            raise InvalidInput(f"version numbers must grow: {version.number} after {self.version.number}")
+        assert version.number > self.version.number
         for request in self.live.values():
             if policy == "recompute":
                 self.kv.drop(request)

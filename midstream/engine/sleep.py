@@ -11,7 +11,6 @@ what it kept is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import Conflict, InvalidInput, UpdateConflict
@@ -31,16 +30,16 @@ class Sleep:
         self.level: int | None = None
         """None: awake."""
         self.asleep: set[str] = set()
-        self.weights_lost = False
-        """Dropped, and not replaced by a commit yet."""
-        self._took_pause = False
-        self._is_claimed = False
-        """Somebody else has called pause since sleep took one."""
 
     @property
     def is_deep(self) -> bool:
         """Something that a step needs is asleep."""
         return bool(self.asleep - {"scheduling"})
+
+    @property
+    def weights_lost(self) -> bool:
+        """Dropped, and not replaced by a commit yet."""
+        return self._core.worker.has_lost_weights
 
     @property
     def may_step(self) -> bool:
@@ -67,17 +66,13 @@ class Sleep:
         if self.weights_lost:
             raise Conflict("weights not loaded: send a full update")
 
-    def pause_taken(self) -> None:
-        """Somebody called pause: from now on the pause is theirs, and stays when all is awake."""
-        self._took_pause, self._is_claimed = False, True
-
     def unpaused(self) -> None:
         """No pause is left: that ends level 0, which is nothing else."""
         if self.level == 0:
-            self.level, self.asleep, self._took_pause = None, set(), False
+            self.level, self.asleep = None, set()
 
     def sleep(self, op: int, level: int = 1, mode: PauseMode = "abort") -> None:
-        if type(level) is not int or level not in (0, 1, 2):
+        if level not in (0, 1, 2):
             raise InvalidInput(f"level must be 0, 1 or 2, got {level!r}")
         if mode not in PAUSE_MODES:
             raise InvalidInput(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
@@ -87,7 +82,8 @@ class Sleep:
         protocol = self._core.protocol
         if protocol.phase == "paused":
             return self._fall(op, level, False)
-        own, self._is_claimed = not protocol.is_paused, False
+        own = not protocol.is_paused
+        self._core.pauses.is_of_sleep |= own
         self._core.once_paused(op, lambda: self._fall(op, level, own))
         self._core.act(protocol.pause(op, protocol.mode or mode, level > 0))
 
@@ -97,22 +93,20 @@ class Sleep:
         try:
             self._check_no_update(level)
         except Conflict as error:
-            if own and not self._is_claimed:
+            if own and core.pauses.is_of_sleep:
                 core.pauses.undo()
             return core.fail(op, error)
         self.level = level
-        self._took_pause = self._took_pause or (own and not self._is_claimed)
         self.asleep.add("scheduling")
         if level:
             core.scheduler.drop_kv()
             core.worker.runner.free()
             core.worker.drop_weights() if level == 2 else core.worker.offload_weights()
-            self.weights_lost = core.worker.has_lost_weights
             self.asleep |= {"kv_cache", "weights"}
         core.reply(op, self.state())
 
-    def wake_up(self, op: int, tags: Sequence[str] | None = None) -> None:
-        if tags is not None and (isinstance(tags, str) or not all(tag in TAGS for tag in tags)):
+    def wake_up(self, op: int, tags: list[str] | None = None) -> None:
+        if not set(tags or ()) <= set(TAGS):
             raise InvalidInput(f"tags must be a list of {', '.join(TAGS)}, or none for all, got {tags!r}")
         woken = self.asleep & set(tags or TAGS)
         if "kv_cache" in woken:
@@ -122,11 +116,9 @@ class Sleep:
         was_deep, self.asleep = self.is_deep, self.asleep - woken
         if woken and not self.is_deep and (was_deep or "scheduling" in woken):
             self.level, self.asleep = None, set()
-            own, self._took_pause = self._took_pause, False
-            if own:
+            if self._core.pauses.is_of_sleep:
                 self._core.pauses.undo()
-        shown = None if tags is None else list(tags)
-        self._core.reply(op, {**self.state(), "tags": shown, "woken": sorted(woken), "paused": self._core.is_paused})
+        self._core.reply(op, {**self.state(), "tags": tags, "woken": sorted(woken), "paused": self._core.is_paused})
 
     def _check_no_update(self, level: int) -> None:
         session = self._core.session

@@ -14,12 +14,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from midstream.engine.worker import Done
+from midstream.config import check_type
+from midstream.engine.worker import Then
 from midstream.errors import Conflict, InvalidInput, MidstreamError, UpdateConflict
+from midstream.models.weights import ModelWeights
 from midstream.types import KV_POLICIES, KVPolicy, WeightVersion
 from midstream.weights.base import WeightTransferEngine
 from midstream.weights.manifest import weights_id
-from midstream.weights.session import SessionState, UpdateSession
+from midstream.weights.session import SessionState, TensorRecord, UpdateSession
 
 if TYPE_CHECKING:
     from midstream.engine.core import EngineCore
@@ -57,31 +59,29 @@ class WeightUpdates:
         """Open the channel; an update that is open over the old one is dropped."""
         request = request or {"init_info": {}}
         init_info = _field("init_weight_transfer_engine", request, "init_info")
-        numerics = None if request.get("fingerprint") is None else _field("init", request, "fingerprint")
+        numerics = request.get("fingerprint")
+        check_type("fingerprint", "dict[str, Any] | None", numerics)
         if self.session.is_open:
             self._drop("the channel was initialised again")
         self._is_broken_off = False
         self.trainer_fingerprint = None  # the trainer before this one is gone
         self._core.worker.transfer.interrupt()  # who waits on the old channel waits no longer
 
-        def done(result: Done) -> None:
-            if result.error:
-                return self._core.fail(op, _as_midstream(result.error))
+        def opened(reply: dict[str, Any]) -> None:
             self.trainer_fingerprint = numerics
-            self._core.reply(op, {**result.value, "fingerprint": self._core.worker.fingerprint})
+            self._core.reply(op, {**reply, "fingerprint": self._core.worker.fingerprint})
 
-        self._core.run_job(self._core.worker.init_transfer(init_info), done)
+        self._core.worker.init_transfer(init_info, self._unless_failed(op, opened))
 
     def shutdown_transfer(self, op: int) -> None:
         if self.session.is_open:
             raise UpdateConflict(f"weight update {self.session.session_id} is open: finish or abort it first")
+        reply = {"message": "Weight transfer shut down"}
+        self._core.worker.shutdown_transfer(self._unless_failed(op, lambda _: self._core.reply(op, reply)))
 
-        def done(result: Done) -> None:
-            if result.error:
-                return self._core.fail(op, _as_midstream(result.error))
-            self._core.reply(op, {"message": "Weight transfer shut down"})
-
-        self._core.run_job(self._core.worker.shutdown_transfer(), done)
+    def _unless_failed(self, op: int, then: Then) -> Then:
+        """For a job: its error answers ``op``, its value goes to ``then``."""
+        return lambda value: self._core.fail(op, value) if isinstance(value, MidstreamError) else then(value)
 
     def start(
         self, op: int, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
@@ -107,13 +107,12 @@ class WeightUpdates:
         ``{"update_info": {…}}`` through the configured backend, or ``{"weight_dir": path}`` from disk. The latter, on
         its own, is cast like a checkpoint at start-up; ``weight_version`` and ``kv_policy`` as for finish.
         """
-        worker = self._core.worker
-        if isinstance(request, dict) and "weight_dir" in request:
+        worker, request = self._core.worker, request or {}
+        if "weight_dir" in request:
             transfer: WeightTransferEngine = worker.disk
             info = {"weight_dir": request["weight_dir"]}
         else:
             transfer, info = worker.transfer, _field("update_weights", request, "update_info")
-        assert request is not None
         try:
             own = not self.session.is_open and not self._is_broken_off and info.get("update") is None
             if own:
@@ -127,7 +126,7 @@ class WeightUpdates:
         except MidstreamError:
             transfer.interrupt()
             raise
-        self._stage(op, worker.receive(transfer, info, self.session.check), transfer, own)
+        worker.receive(transfer, info, self.session.check, self._staged(op, transfer, own))
 
     def reset(self, op: int) -> None:
         """All weights to zero, as a commit of its own; only while a pause holds."""
@@ -137,25 +136,25 @@ class WeightUpdates:
         self._start("full", None)
         self._finishing = finishing
         worker = self._core.worker
-        self._stage(op, worker.receive_zeros(self.session.check), worker.disk, own=True)
+        worker.receive_zeros(self.session.check, self._staged(op, worker.disk, own=True))
 
-    def _stage(self, op: int, job: int, transfer: WeightTransferEngine, own: bool) -> None:
-        """A chunk's job was submitted. ``own``: its session has no other, and its finish answers ``op``."""
+    def _staged(self, op: int, transfer: WeightTransferEngine, own: bool) -> Then:
+        """What to do with a chunk's records. ``own``: its session has no other chunk, and its finish answers ``op``."""
         session_id = self.session.session_id
         self._in_flight.append(transfer)
+        self.session.touch(time.monotonic())
 
-        def done(result: Done) -> None:
+        def done(records: list[TensorRecord] | MidstreamError) -> None:
             self._in_flight.remove(transfer)
             is_current = self._is_current(session_id)
             try:
                 if not is_current:
                     raise UpdateConflict(f"weight update {session_id} was aborted while this chunk was received")
-                if result.error:
-                    raise _as_midstream(result.error)
-                self.session.record(result.value)
+                if isinstance(records, MidstreamError):
+                    raise records
+                self.session.record(records)
                 if not own:
-                    received = {"received": len(result.value), "bytes": sum(r.nbytes for r in result.value)}
-                    self._core.reply(op, received)
+                    self._core.reply(op, {"received": len(records), "bytes": sum(r.nbytes for r in records)})
             except MidstreamError as error:
                 if is_current:
                     self._drop(error.message, answer=error if own else None)
@@ -163,8 +162,7 @@ class WeightUpdates:
                     self._core.fail(op, error)
             self._continue()
 
-        self._core.run_job(job, done)
-        self.session.touch(time.monotonic())
+        return done
 
     def finish(self, op: int, weight_version: str | None = None, kv_policy: KVPolicy | None = None) -> None:
         """Verify, settle, commit; answered when the engine serves the new version."""
@@ -178,8 +176,7 @@ class WeightUpdates:
         self._continue()
 
     def _finishing_of(self, op: int, weight_version: Any, kv_policy: Any) -> _Finishing:
-        if weight_version is not None and not isinstance(weight_version, str):
-            raise InvalidInput(f"weight_version must be a string, got {weight_version!r}")
+        check_type("weight_version", "str | None", weight_version)
         if kv_policy is not None and kv_policy not in KV_POLICIES:
             raise InvalidInput(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy!r}")
         if self._finishing:
@@ -188,8 +185,8 @@ class WeightUpdates:
 
     def relabel(self, op: int, new_version: str) -> None:
         """The version's label alone: its number, weights and id stay."""
-        if not isinstance(new_version, str) or not new_version:
-            raise InvalidInput(f"new_version must be a string that is not empty, got {new_version!r}")
+        if not new_version:
+            raise InvalidInput("new_version must be a string that is not empty")
         scheduler = self._core.scheduler
         scheduler.version = dataclasses.replace(scheduler.version, label=new_version)
         self._core.reply(op, {"success": True, "new_version": new_version, **self._core.version()})
@@ -200,22 +197,29 @@ class WeightUpdates:
             return self.reset(op)
         if action not in ("checksum", "compare"):
             raise InvalidInput(f"action must be checksum, compare or reset, got {action!r}")
-        if action == "compare" and not (isinstance(baseline, dict) and baseline):
+        if action == "compare" and not baseline:
             raise InvalidInput("compare needs a baseline: an object of tensor name to digest, as checksum gives it")
         self._core.sleep.require_weights()
         version = self._core.version()
 
-        def done(result: Done) -> None:
-            if result.error:
-                return self._core.fail(op, _as_midstream(result.error))
-            held: dict[str, str] = result.value
+        def hashed(held: dict[str, str]) -> None:
             if action == "checksum":
                 return self._core.reply(op, {"checksums": held, **version})
             given = {self.session.owner(name): digest for name, digest in (baseline or {}).items()}
             wrong = sorted(name for name in held.keys() | given.keys() if held.get(name) != given.get(name))
             self._core.reply(op, {"match": not wrong, "mismatches": wrong, **version})
 
-        self._core.run_job(self._core.worker.hash_weights(), done)
+        self._core.worker.hash_weights(self._unless_failed(op, hashed))
+
+    def digests(self, op: int) -> None:
+        """Digest of every tensor really held, by checkpoint name, and their id."""
+        self._core.sleep.require_weights()
+        version = self._core.version()
+
+        def hashed(held: dict[str, str]) -> None:
+            self._core.reply(op, {"digests": held, **version, "weights_id": weights_id(held)})
+
+        self._core.worker.hash_weights(self._unless_failed(op, hashed))
 
     def abort(self, op: int) -> None:
         aborted = self.session.session_id if self.session.is_open else None
@@ -236,18 +240,17 @@ class WeightUpdates:
             return self._drop(error.message, answer=error)
         session_id = self.session.session_id
 
-        def done(result: Done) -> None:
+        def settled(weights: ModelWeights | MidstreamError) -> None:
             if not self._is_current(session_id) or self._finishing is None:
                 return  # dropped meanwhile, and the finish answered
-            if result.error:
-                error = _as_midstream(result.error)
-                return self._drop(error.message, answer=error)
-            self._core.worker.prepared(result.value)
+            if isinstance(weights, MidstreamError):
+                return self._drop(weights.message, answer=weights)
+            self._core.worker.prepared(weights)
             self.session.prepared()
             self._hand_over()
 
         finishing.is_preparing = True
-        self._core.run_job(self._core.worker.prepare(), done)
+        self._core.worker.prepare(settled)
 
     def _hand_over(self) -> None:
         """Verified and packed: the protocol says when, ``commit`` does it."""
@@ -272,9 +275,8 @@ class WeightUpdates:
         label = str(number) if finishing.label is None else finishing.label
         version = WeightVersion(number, label, weights_id(self.session.new_digests))
         summary = self.session.summary()
-        running = core.scheduler.num_running
+        running = len(core.scheduler.running)
         core.worker.commit()
-        core.sleep.weights_lost = False
         core.scheduler.commit(version, policy)
         self.session.committed()
         self._finishing = None
@@ -296,7 +298,7 @@ class WeightUpdates:
 
     def _keep_lease(self, now: float) -> None:
         """The trainer waits for us, not we for it: also when a step or a start came between two looks at the clock."""
-        if self._core.has_jobs or self._finishing:
+        if self._core.worker.is_busy or self._finishing:
             self.session.touch(now)
 
     def _drop(self, reason: str, answer: MidstreamError | None = None) -> None:
@@ -307,7 +309,7 @@ class WeightUpdates:
             transfer.interrupt()
         self._core.worker.discard()
         finishing, self._finishing = self._finishing, None
-        held = self._core.protocol.cancel_update(reason=reason)
+        held = self._core.protocol.cancel_update(reason)
         if held:
             self._core.act(held)
         elif finishing is not None:
@@ -317,15 +319,7 @@ class WeightUpdates:
         return self.session.is_open and self.session.session_id == session_id
 
 
-def _field(verb: str, request: Any, key: str) -> dict[str, Any]:
-    if not isinstance(request, dict) or not isinstance(request.get(key), dict):
+def _field(verb: str, request: dict[str, Any], key: str) -> dict[str, Any]:
+    if not isinstance(request.get(key), dict):
         raise InvalidInput(f"{verb} takes an object with an object {key!r}, got {request!r}")
     return dict(request[key])
-
-
-def _as_midstream(error: BaseException) -> MidstreamError:
-    if isinstance(error, MidstreamError):
-        return error
-    wrapped = MidstreamError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -1,24 +1,24 @@
 """The worker: live weights, the runner, and the staging thread that builds the next version beside the steps.
 
 Two threads meet here and share nothing mutable: the core's thread runs steps and commits; the staging thread runs
-jobs one after another (receive a chunk, settle and pack the whole) and hands each result back through a queue that
-the core empties between steps. The live weights are one immutable object; a commit replaces the reference.
+jobs one after another (receive a chunk, settle and pack the whole) and leaves each result in a queue that the core's
+thread empties between steps. The live weights are one immutable object; a commit replaces the reference.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from midstream.config import EngineConfig
 from midstream.engine.runner import ModelRunner
-from midstream.errors import InvalidInput, WeightUpdateError
+from midstream.errors import InvalidInput, MidstreamError, WeightUpdateError
 from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
 from midstream.models.weights import EMBEDDING, HEAD, ModelWeights, Staging, parameter_shapes, stage_all
@@ -36,13 +36,8 @@ Check = Callable[[str, str, Sequence[int]], None]
 """``UpdateSession.check``: (name, dtype, shape), raises WeightUpdateError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A finished staging job: its result, or its error."""
-
-    job: int
-    value: Any = None
-    error: BaseException | None = None
+Then = Callable[[Any], None]
+"""What the core's thread does with a job's value, or with the MidstreamError that ended the job."""
 
 
 class Worker:
@@ -81,13 +76,13 @@ class Worker:
         self.transfer = worker_engines.lookup(config.weight_transfer_backend)(self.params, config.extra)
         self.disk = worker_engines.lookup("disk")(self.params, {})
         self.fingerprint = fingerprint(self.dtype, size)
-        self.completed: collections.deque[Done] = collections.deque()
+        self.completed: collections.deque[Callable[[], None]] = collections.deque()
         self._offloaded: dict[str, torch.Tensor] = {}
         self._staging: Staging | None = None
         self._next: ModelWeights | None = None
         self._wake = wake
-        self._jobs: queue.SimpleQueue[tuple[int, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._num_jobs = 0
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Then] | None] = queue.SimpleQueue()
+        self._num_open_jobs = 0
         self._thread = threading.Thread(target=self._run_jobs, name="weight-staging", daemon=True)
         self._thread.start()
 
@@ -99,12 +94,26 @@ class Worker:
         assert self.weights is not None
         return self.runner.execute(plan, self.weights)
 
-    # -- jobs for the staging thread; each returns its number, its Done comes through ``completed`` --------------
+    # -- jobs for the staging thread -----------------------------------------------------------------------------
 
-    def init_transfer(self, init_info: dict[str, Any]) -> int:
-        return self._submit(lambda: self.transfer.init_transfer_engine(self.transfer.parse_init_info(init_info)))
+    @property
+    def is_busy(self) -> bool:
+        """The staging thread works, or its results wait to be taken."""
+        return self._num_open_jobs > 0
 
-    def receive(self, transfer: WeightTransferEngine, update_info: dict[str, Any], check: Check) -> int:
+    def settle(self) -> None:
+        """Between two steps: hand every finished job's value to its ``then``."""
+        while self.completed:
+            self._num_open_jobs -= 1
+            self.completed.popleft()()
+
+    def init_transfer(self, init_info: dict[str, Any], then: Then) -> None:
+        self._submit(lambda: self.transfer.init_transfer_engine(self.transfer.parse_init_info(init_info)), then)
+
+    def shutdown_transfer(self, then: Then) -> None:
+        self._submit(self.transfer.shutdown, then)
+
+    def receive(self, transfer: WeightTransferEngine, update_info: dict[str, Any], check: Check, then: Then) -> None:
         """Stage one chunk, as ``transfer`` reads it. Its value: the list of TensorRecord."""
 
         def read() -> Iterable[tuple[str, torch.Tensor]]:
@@ -114,31 +123,30 @@ class Worker:
                 transfer.interrupt()  # the bytes this could not describe are nobody else's
                 raise
 
-        return self._submit_stage(read, check)
+        self._submit_stage(read, check, then)
 
-    def receive_zeros(self, check: Check) -> int:
+    def receive_zeros(self, check: Check, then: Then) -> None:
         """Stage a model of zeros. Its value: the list of TensorRecord."""
         metas = self.params.values()
-        return self._submit_stage(lambda: ((m.name, torch.zeros(m.shape, dtype=self.dtype)) for m in metas), check)
+        read = ((meta.name, torch.zeros(meta.shape, dtype=self.dtype)) for meta in metas)
+        self._submit_stage(lambda: read, check, then)
 
-    def _submit_stage(self, read: Callable[[], Iterable[tuple[str, torch.Tensor]]], check: Check) -> int:
-        if self._staging is None:
-            self._staging = self._new_staging()
-        staging = self._staging
-        return self._submit(lambda: self._stage(staging, read(), check))
+    def _submit_stage(self, read: Callable[[], Iterable[tuple[str, torch.Tensor]]], check: Check, then: Then) -> None:
+        staging = self._staging = self._staging or self._new_staging()
+        self._submit(lambda: self._stage(staging, read(), check), then)
 
-    def prepare(self) -> int:
+    def prepare(self, then: Then) -> None:
         """Settle fused, tied and packed forms of everything staged. Its value is what :meth:`prepared` takes."""
         staging, live = self._staging, self.weights
         assert staging is not None
-        return self._submit(lambda: staging.finalize(live))
+        self._submit(lambda: staging.finalize(live), then)
 
-    def hash_weights(self) -> int:
+    def hash_weights(self, then: Then) -> None:
         """Its value: the digest of every tensor really held, by checkpoint name."""
         weights = self.weights
         assert weights is not None
         held = weights.checkpoint
-        return self._submit(lambda: {name: digest(tensor) for name, tensor in held(self.model_config).items()})
+        self._submit(lambda: {name: digest(tensor) for name, tensor in held(self.model_config).items()}, then)
 
     def _stage(
         self, staging: Staging, tensors: Iterable[tuple[str, torch.Tensor]], check: Check
@@ -186,7 +194,8 @@ class Worker:
     def offload_weights(self) -> None:
         """Weights on a device go to host memory; those of a CPU stay."""
         if self.weights is not None and self.device.type != "cpu":
-            self._offloaded = {name: tensor.cpu() for name, tensor in self.checkpoint()}
+            held = self.weights.checkpoint(self.model_config)
+            self._offloaded = {name: tensor.cpu() for name, tensor in held.items()}
             self.weights = None
 
     def restore_weights(self) -> None:
@@ -195,9 +204,6 @@ class Worker:
             self.weights = stage_all(self.model_config, self._offloaded.items(), self.dtype, self.device)
             self._offloaded = {}
 
-    def shutdown_transfer(self) -> int:
-        return self._submit(self.transfer.shutdown)
-
     def close(self) -> None:
         """End the staging thread and the channel; bounded."""
         self._jobs.put(None)
@@ -205,24 +211,22 @@ class Worker:
         self._thread.join(_JOIN_S)
         self.transfer.shutdown()
 
-    def checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The live weights under checkpoint names, as really held (copies)."""
-        assert self.weights is not None
-        return self.weights.checkpoint(self.model_config).items()
-
-    def _submit(self, job: Callable[[], Any]) -> int:
-        self._num_jobs += 1
-        self._jobs.put((self._num_jobs, job))
-        return self._num_jobs
+    def _submit(self, job: Callable[[], Any], then: Then) -> None:
+        self._num_open_jobs += 1
+        self._jobs.put((job, then))
 
     def _run_jobs(self) -> None:
         torch.set_num_threads(1)  # of this thread: the steps keep theirs
         with torch.inference_mode():
             while (entry := self._jobs.get()) is not None:
-                number, job = entry
+                job, then = entry
+                value: Any
                 try:
-                    done = Done(number, job())
+                    value = job()
+                except MidstreamError as error:
+                    value = error
                 except Exception as error:
-                    done = Done(number, error=error)
-                self.completed.append(done)
+                    value = MidstreamError(f"{type(error).__name__}: {error}")
+                    value.__cause__ = error
+                self.completed.append(functools.partial(then, value))
                 self._wake()

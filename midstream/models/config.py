@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -132,14 +133,7 @@ class ModelConfig:
         """A config.json that :meth:`from_hf` and transformers read back as this config."""
         rope: dict[str, Any] = {}
         if self.rope_scaling is not None:
-            s = self.rope_scaling
-            rope["rope_scaling"] = {
-                "rope_type": "llama3",
-                "factor": s.factor,
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_position_embeddings,
-            }
+            rope["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
         eos = list(self.eos_token_ids)
         return {
             "architectures": [self.architecture],

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -19,13 +18,13 @@ from pathlib import Path
 
 from midstream.config import EngineConfig
 from midstream.errors import InvalidInput, ModelLoadError
+from midstream.models.shards import INDEX, shard_names
 
 _ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w./-]+\.gguf))?",
     re.ASCII,
 )
-_INDEX = "model.safetensors.index.json"
-_SMALL = ("*config.json", "token*", "vocab*", "merges.txt", "*tokens*.json", "chat_template*", _INDEX)
+_SMALL = ("*config.json", "token*", "vocab*", "merges.txt", "*tokens*.json", "chat_template*", INDEX)
 """Configuration and tokenizer. No other JSON: some repositories have large ones."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -96,18 +95,11 @@ def _look(snapshot: Path, file: str | None, weights: bool) -> tuple[Path, list[s
         ggufs = list(snapshot.glob("*.gguf"))
         return (ggufs[0], []) if len(ggufs) == 1 and not held else (snapshot, ["config.json"])
     lacks = [] if any((snapshot / name).is_file() for name in _TOKENIZERS) else ["a tokenizer"]
-    if weights and (snapshot / _INDEX).is_file():
-        lacks += [name for name in _shards(snapshot / _INDEX) if name not in held]
+    if weights and (snapshot / INDEX).is_file():
+        lacks += [name for name in shard_names(snapshot / INDEX) if name not in held]
     elif weights and (not held or re.search(r"-\d+-of-\d+\.safetensors$", held[0])):
-        lacks.append(_INDEX if held else "weights")
+        lacks.append(INDEX if held else "weights")
     return snapshot, lacks
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is not an index of shards: {error!r}") from error
 
 
 def _download(repo: str, revision: str, file: str | None, weights: bool) -> Path:
@@ -133,8 +125,8 @@ def _download(repo: str, revision: str, file: str | None, weights: bool) -> Path
     commit = revision
     if small:
         commit = (snapshot := Path(snapshot_download(repo, revision=revision, allow_patterns=small))).name
-        if _INDEX in small:
-            tensors = _shards(snapshot / _INDEX)
+        if INDEX in small:
+            tensors = shard_names(snapshot / INDEX)
     if weights or not small:
         snapshot = Path(snapshot_download(repo, revision=commit, allow_patterns=tensors))
     return snapshot

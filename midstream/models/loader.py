@@ -16,10 +16,10 @@ import torch
 
 from midstream.errors import ModelLoadError
 from midstream.models.config import ModelConfig
+from midstream.models.shards import read_tensors, tensor_files
 from midstream.models.weights import EMBEDDING, HEAD, parameter_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_DERIVED = ("rotary_emb.inv_freq",)  # old exports carry this table; the config decides it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +50,8 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: config is not valid JSON: {error}") from error
     config = ModelConfig.from_hf(data, generation)
-    files = sorted(path.glob("*.safetensors"))
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            wanted = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index} is not an index of shards: {error!r}") from error
-        absent = [name for name in wanted if not (path / name).is_file()]
-        if absent:
-            raise ModelLoadError(f"{path} lacks the shards {', '.join(absent)} named by {index.name}")
-        files = [path / name for name in wanted]
-    if not files:
-        raise ModelLoadError(f"{path} has no *.safetensors; convert the weights first")
-    return Checkpoint(path, config, lambda: _read_safetensors(files))
-
-
-def _read_safetensors(files: list[pathlib.Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    for file in files:
-        try:
-            with safe_open(str(file), framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a dict)
-                    yield name, handle.get_tensor(name)
-        except SafetensorError as error:
-            raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    files = tensor_files(path)
+    return Checkpoint(path, config, lambda: read_tensors(files))
 
 
 def resolve_dtype(requested: str, config: ModelConfig) -> torch.dtype:
@@ -99,29 +75,21 @@ def load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[s
     embedding: torch.Tensor | None = None
     head: torch.Tensor | None = None
     for name, tensor in checkpoint.stream():
-        if name.endswith(_DERIVED):
-            continue
         if name in seen:
             problems.append(f"{name}: given twice")
-            continue
-        if tied and name == HEAD:
+        elif tied and name == HEAD:
             head = tensor
-            seen.add(name)
-            continue
-        if name not in expected:
+        elif name not in expected:
             problems.append(f"{name}: unknown")
-            continue
-        seen.add(name)
-        if tuple(tensor.shape) != expected[name]:
+        elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, expected {expected[name]}")
-            continue
-        if not tensor.is_floating_point():
+        elif not tensor.is_floating_point():
             problems.append(f"{name}: dtype {tensor.dtype} is not a float type")
-            continue
-        if tied and name == EMBEDDING:
-            embedding = tensor
-        if not problems:
-            yield name, tensor.to(dtype)
+        else:
+            embedding = tensor if name == EMBEDDING else embedding
+            if not problems:
+                yield name, tensor.to(dtype)
+        seen.add(name)
     problems += [f"{name}: missing" for name in expected if name not in seen]
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         problems.append(f"{HEAD} differs from {EMBEDDING}, but the config ties them")

@@ -135,63 +135,49 @@ class Staging:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self._slots = {slot.name: slot for slot in layout(config)}
-        self._places: dict[str, list[tuple[str, int, int]]] = {}
+        if config.tie_word_embeddings:
+            del self._slots["head"]  # made of the embedding's own buffer at finalize
+        self._places: dict[str, tuple[str, slice]] = {}
         for slot in self._slots.values():
             at = 0
             for name, shape in slot.pieces:
-                self._places.setdefault(name, []).append((slot.name, at, shape[0]))
+                self._places[name] = (slot.name, slice(at, at + shape[0]))
                 at += shape[0]
         self._buffers: dict[str, torch.Tensor] = {}
-        self._filled: dict[str, set[str]] = {}
+        self._filled: set[str] = set()
 
     def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy one checkpoint tensor (its shape already checked), cast, into every slot it is a piece of.
-
-        Returns it as it is held now: a view of staging.
-        """
-        places = self._places[name]
-        if name == EMBEDDING and len(places) == 2:
-            places = places[:1]  # the tied head packs the embedding's own buffer at finalize
-        for slot_name, start, rows in places:
-            if slot_name not in self._buffers:
-                shape = self._slots[slot_name].shape
-                self._buffers[slot_name] = torch.empty(shape, dtype=self.dtype, device=self.device)
-                self._filled[slot_name] = set()
-            held = self._buffers[slot_name][start : start + rows]
-            held.copy_(tensor)
-            self._filled[slot_name].add(name)
+        """Copy one checkpoint tensor (its shape already checked), cast, to its place; returns it as it is held now."""
+        slot_name, rows = self._places[name]
+        if slot_name not in self._buffers:
+            shape = self._slots[slot_name].shape
+            self._buffers[slot_name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        held = self._buffers[slot_name][rows]
+        held.copy_(tensor)
+        self._filled.add(name)
         return held
 
     def finalize(self, live: ModelWeights | None) -> ModelWeights:
-        """The complete next version: staged slots settled and packed, every other slot taken from ``live`` as it is.
+        """The complete next version: what was put, settled and packed; all that was not is taken from ``live``.
 
-        Raises WeightUpdateError where a slot is incomplete and there is no live one to take the rest from.
+        Raises WeightUpdateError where something is missing and there is no live version.
         """
-        ready: dict[str, torch.Tensor | LinearWeight] = dict(live.slots) if live else {}
-        for slot in self._slots.values():
-            buffer = self._buffers.get("embed" if self._is_tied_head(slot) else slot.name)
-            if buffer is None:
-                continue
-            if not self._is_tied_head(slot):
-                missing = [n for n, _ in slot.pieces if n not in self._filled[slot.name]]
-                if missing and live is None:
-                    raise WeightUpdateError(f"{slot.name} lacks {', '.join(missing)}", missing)
-                if missing and live is not None:
-                    old = live.slots[slot.name]
-                    held = old.dense() if isinstance(old, LinearWeight) else old
-                    for name in missing:
-                        for at, start, rows in self._places[name]:
-                            if at == slot.name:
-                                buffer[start : start + rows].copy_(held[start : start + rows])
-            ready[slot.name] = LinearWeight(buffer) if slot.is_linear else buffer
-        absent = [slot.name for slot in self._slots.values() if slot.name not in ready]
-        if absent:
-            raise WeightUpdateError(f"no weights for {', '.join(absent)}", absent)
-        self._buffers, self._filled = {}, {}
+        missing = [name for name in self._places if name not in self._filled]
+        if missing and live is None:
+            raise WeightUpdateError(f"no weights for {', '.join(missing)}", missing)
+        ready = {} if live is None else dict(live.slots)
+        for name in missing:
+            slot_name, rows = self._places[name]
+            if slot_name in self._buffers:  # other pieces of the slot are new
+                old = ready[slot_name]
+                whole = old.dense() if isinstance(old, LinearWeight) else old
+                self._buffers[slot_name][rows].copy_(whole[rows])
+        if self.config.tie_word_embeddings and "embed" in self._buffers:
+            ready["head"] = LinearWeight(self._buffers["embed"])
+        for slot_name, buffer in self._buffers.items():
+            ready[slot_name] = LinearWeight(buffer) if self._slots[slot_name].is_linear else buffer
+        self._buffers, self._filled = {}, set()
         return ModelWeights(self.config, ready)
-
-    def _is_tied_head(self, slot: Slot) -> bool:
-        return slot.name == "head" and slot.pieces[0][0] == EMBEDDING
 
 
 def stage_all(

@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
+from midstream.engine.protocol import Fail, Reply
 from midstream.errors import Conflict, InvalidInput, MidstreamError, TimedOut
 from midstream.models.hub import located
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
@@ -40,7 +41,7 @@ class LLM:
         self.text = Text(self.config.tokenizer or self.config.model)
         self._ops = itertools.count(1)
         self._ids = itertools.count()
-        self._answers: dict[int, Any] = {}
+        self._answers: dict[int, Reply | Fail] = {}
         self._open: dict[str, OutputBuilder] = {}
         self._failed: dict[str, MidstreamError] = {}
         self._lock = threading.Lock()  # around every use of the core and of these two
@@ -228,6 +229,6 @@ class LLM:
             if time.monotonic() > deadline:
                 raise TimedOut(f"{verb} did not end within {_VERB_TIMEOUT_S} s")
         reply = self._answers.pop(op)
-        if reply.error is not None:
+        if isinstance(reply, Fail):
             raise reply.error
-        return reply.value  # type: ignore[no-any-return]
+        return reply.value

@@ -95,17 +95,16 @@ class OutputBuilder:
         sample.is_over = increment.finish_reason is not None
         if sample.is_cut:
             return None
-        out.token_ids += increment.token_ids
-        processed = self._params.logprobs_mode == "processed_logprobs"
-        chosen = [pair[1 if processed else 0] for pair in increment.logprobs]
-        out.token_logprobs += chosen
-        out.processed_logprobs += [pair[1] for pair in increment.logprobs]
-        if out.logprobs is not None:
-            tops = increment.top_logprobs or [[]] * len(chosen)
-            for token, logprob, rank, top in zip(increment.token_ids, chosen, increment.ranks, tops, strict=True):
-                out.logprobs.append(self._entry(token, logprob, rank, top))
-        if out.sampling_mask is not None:
-            out.sampling_mask += increment.sampling_mask
+        is_processed = self._params.logprobs_mode == "processed_logprobs"
+        for token in increment.tokens:
+            logprob = token.processed_logprob if is_processed else token.raw_logprob
+            out.token_ids.append(token.token_id)
+            out.token_logprobs.append(logprob)
+            out.processed_logprobs.append(token.processed_logprob)
+            if out.logprobs is not None:
+                out.logprobs.append(self._entry(token.token_id, logprob, token.rank, token.top))
+            if out.sampling_mask is not None:
+                out.sampling_mask.append(token.kept or [])
         out.weight_versions = increment.weight_versions
         out.kv_versions = increment.kv_versions
         out.seed = increment.seed
@@ -140,7 +139,7 @@ class OutputBuilder:
             detokenizer.add(ids)
             out.text = detokenizer.out if out.finish_reason is None else detokenizer.finish()
             return False
-        before = len(out.token_ids) - len(increment.token_ids)
+        before = len(out.token_ids) - len(increment.tokens)
         for count, token in enumerate(ids, before + 1):  # one by one: the output ends with the token that completed it
             detokenizer.add([token])
             if (found := stops.find(detokenizer.out)) is not None:

@@ -12,16 +12,20 @@ break the transaction. To add one, write the two classes and register them, or n
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 from torch import Tensor
 
-from midstream.errors import InvalidInput
+from midstream.errors import InvalidInput, TimedOut, WeightUpdateError
 from midstream.types import KVPolicy
 from midstream.types import ParamMeta as ParamMeta
+from midstream.weights import packing
+from midstream.weights.columns import from_columns
 from midstream.weights.manifest import from_source
 from midstream.weights.session import CastPolicy as CastPolicy
 from midstream.weights.session import UpdateMode as UpdateMode
@@ -102,16 +106,27 @@ class WeightTransferEngine(ABC):
 
 
 class TrainerWeightTransferEngine(ABC):
-    """The trainer half. A backend writes ``trainer_init`` and ``transfer``; the transaction around them is here."""
+    """The trainer half. A backend writes ``__init__`` and ``transfer``; the transaction around them is here."""
 
-    def __init__(self, client: WeightTransferClient, source: WeightSource) -> None:
+    init_info_cls: ClassVar[type[Any]]
+    """Dataclass of what ``trainer_init`` takes; checks its own values in ``__post_init__``."""
+
+    def __init__(self, client: WeightTransferClient, source: WeightSource, info: Any = None) -> None:
+        """Open the channel with the engine behind ``client``. ``info``: an ``init_info_cls``."""
         self.client = client
         self.source = source
 
     @classmethod
-    @abstractmethod
     def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
-        """Open the channel with the engine behind ``client``."""
+        """The half, its channel open; ``InvalidInput`` if ``init_info`` does not fit."""
+        return cls(client, source, parse_info(cls.init_info_cls, init_info))
+
+    def init_channel(self, init_info: dict[str, Any]) -> dict[str, Any]:
+        """The verb that opens the channel. The source's ``fingerprint``, if it has one, tells the engine in which
+        numerics the trainer computes."""
+        fingerprint = getattr(self.source, "fingerprint", None)
+        told = {} if fingerprint is None else {"fingerprint": fingerprint}
+        return self.client.init_weight_transfer_engine({"init_info": init_info, **told})
 
     @abstractmethod
     def transfer(self, session_id: str) -> None:
@@ -129,7 +144,7 @@ class TrainerWeightTransferEngine(ABC):
         ``manifest`` costs one more pass over the source and lets the engine prove that it received these very bytes.
         After any failure the update is aborted, the engine serves what it served, and the error is raised.
         """
-        listed = from_source(self.source).to_dict() if manifest else None
+        listed = from_source(self.source) if manifest else None
         session = self.client.start_weight_update(manifest=listed, mode=mode)
         try:
             self.transfer(session["session_id"])
@@ -147,24 +162,47 @@ class TrainerWeightTransferEngine(ABC):
         """Let go of the channel. May be called twice."""
 
 
-def init_request(init_info: dict[str, Any], source: WeightSource) -> dict[str, Any]:
-    """What a trainer half asks ``init_weight_transfer_engine`` with: the source's ``fingerprint``, if it has one,
-    tells the engine in which numerics the trainer computes."""
-    fingerprint = getattr(source, "fingerprint", None)
-    return {"init_info": init_info} | ({} if fingerprint is None else {"fingerprint": fingerprint})
+def answered(call: Future[dict[str, Any]], timeout_s: float, late: str) -> Future[dict[str, Any]]:
+    """A verb that another thread calls, once the engine has answered; ``TimedOut`` beginning with ``late``."""
+    if not wait([call], timeout_s).done:
+        raise TimedOut(f"{late} within {timeout_s:g} s; if it does not recover, call trainer_init again")
+    return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorList:
+    """The part of an ``update_info`` that lists a chunk's tensors, in the order in which their bytes lie."""
+
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    update: str | None = None
+    """Session id from the reply of start; the engine refuses a chunk of another update."""
+
+    def __post_init__(self) -> None:
+        unknown = [meta for meta in self.metas if meta.dtype not in packing.DTYPES]
+        if unknown:
+            shown = ", ".join(f"{meta.name} ({meta.dtype!r})" for meta in unknown)
+            raise WeightUpdateError(
+                f"unknown dtype of {shown}; known are {', '.join(packing.DTYPES)}", [meta.name for meta in unknown]
+            )
+
+    @property
+    def metas(self) -> list[ParamMeta]:
+        return from_columns({"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes})
 
 
 def parse_info(cls: type[T], data: Mapping[str, Any]) -> T:
     """``data`` as the dataclass ``cls``; ``InvalidInput`` names what is missing and what is unknown."""
     if not isinstance(data, Mapping):
         raise InvalidInput(f"{cls.__name__} is made from a dict, got {type(data).__name__}")
-    fields = [field for field in dataclasses.fields(cast(Any, cls)) if field.init]
-    unknown = sorted(map(str, set(data) - {field.name for field in fields}))
+    known = [f for f in dataclasses.fields(cast(Any, cls)) if f.init]
+    unknown = sorted(map(str, set(data) - {f.name for f in known}))
     optional = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [f.name for f in fields if f.name not in data and (f.default, f.default_factory) == optional]
+    missing = [f.name for f in known if f.name not in data and (f.default, f.default_factory) == optional]
     if unknown or missing:
         raise InvalidInput(
-            f"{cls.__name__}: unknown {unknown}, missing {missing}; the fields are {[field.name for field in fields]}"
+            f"{cls.__name__}: unknown {unknown}, missing {missing}; the fields are {[f.name for f in known]}"
         )
     try:
         return cls(**data)
@@ -188,37 +226,27 @@ class Registry(Generic[T]):
             )
         if not name or ":" in name:
             raise InvalidInput(f"a backend's name must not be empty or hold a colon, got {name!r}")
-        self._entries[name] = self._checked(entry, name) if isinstance(entry, type) else _path(entry)
+        self._entries[name] = self._checked(entry, name) if isinstance(entry, type) else entry
 
     def lookup(self, key: str | type[T]) -> type[T]:
         """The class for a registered name, a class, or "module:Class"; ``InvalidInput`` if there is none."""
-        if isinstance(key, type):
-            return self._checked(key, key.__name__)
-        entry = _path(key) if ":" in key else self._entries.get(key)
+        entry = key if isinstance(key, type) or ":" in key else self._entries.get(key)
         if entry is None:
             raise InvalidInput(
                 f"unknown {self._base.__name__} {key!r}: known are {sorted(self._entries)}, or name one as module:Class"
             )
-        return self._checked(self._load(entry) if isinstance(entry, str) else entry, key)
+        return self._checked(entry, key)
 
-    def _load(self, path: str) -> object:
-        module, _, name = path.partition(":")
+    def _checked(self, entry: object, key: object) -> type[T]:
         try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise InvalidInput(f"{self._base.__name__} {path!r} can not be loaded: {error}") from error
-
-    def _checked(self, found: object, key: str) -> type[T]:
+            found = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidInput(
+                f"{self._base.__name__} {entry!r} can not be loaded as module:Class: {error}"
+            ) from error
         if not (isinstance(found, type) and issubclass(found, self._base)):
-            raise InvalidInput(f"{key!r} is {found!r}, which is not a subclass of {self._base.__name__}")
+            raise InvalidInput(f"{key!r} is not a subclass of {self._base.__name__}, named as module:Class: {found!r}")
         return found
-
-
-def _path(text: str) -> str:
-    module, _, name = text.partition(":")
-    if not module or not name.isidentifier():
-        raise InvalidInput(f"a class is named as module:Class, got {text!r}")
-    return text
 
 
 # abstract classes as arguments for a type are what a registry is about; mypy allows them to no one

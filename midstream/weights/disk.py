@@ -1,5 +1,4 @@
-"""Weights through a directory of safetensors that both sides see, in Hugging Face's layout: one file, or shards
-with an index.
+"""Weights through a directory of safetensors that both sides see.
 
 The worker half is also what ``update_weights {"weight_dir": …}`` uses under any configured backend.
 """
@@ -7,33 +6,27 @@ The worker half is also what ``update_weights {"weight_dir": …}`` uses under a
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from midstream.errors import InvalidInput
+from midstream.config import check_types
+from midstream.errors import InvalidInput, ModelLoadError
+from midstream.models.shards import read_tensors, tensor_files
 from midstream.weights import packing
 from midstream.weights.base import (
     TrainerWeightTransferEngine,
     WeightSource,
     WeightTransferClient,
     WeightTransferEngine,
-    init_request,
-    parse_info,
 )
 from midstream.weights.source import paired
-
-_INDEX = "model.safetensors.index.json"
-_DERIVED = "rotary_emb.inv_freq"  # old exports carry this table; the config decides it
-DEFAULT_SHARD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +51,15 @@ class DiskUpdateInfo:
 class DiskTrainerInitInfo:
     directory: str
     """Existing, on a file system that the engine sees under the same path."""
-    shard_bytes: int = DEFAULT_SHARD_BYTES
+    shard_bytes: int = 1 << 30
     """Of one file, if no tensor is larger: as much of the model is copied in memory at a time."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.directory, str) or not Path(self.directory).is_dir():
+        check_types(self)
+        if not Path(self.directory).is_dir():
             raise InvalidInput(f"directory {self.directory!r} does not exist on this side")
-        if type(self.shard_bytes) is not int or self.shard_bytes < 1:
-            raise InvalidInput(f"shard_bytes must be an integer >= 1, got {self.shard_bytes!r}")
+        if self.shard_bytes < 1:
+            raise InvalidInput(f"shard_bytes must be at least 1, got {self.shard_bytes!r}")
 
 
 class DiskWeightTransferEngine(WeightTransferEngine):
@@ -79,52 +73,26 @@ class DiskWeightTransferEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> Iterator[tuple[str, Tensor]]:
         directory = Path(update_info.weight_dir)
-        for file in _files(directory):
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    for name in handle.keys():  # noqa: SIM118 (not a dict)
-                        if not name.endswith(_DERIVED):
-                            yield name, handle.get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise InvalidInput(f"weight_dir: {file} can not be read: {error}") from error
+        if not directory.is_dir():
+            raise InvalidInput(f"weight_dir {str(directory)!r} is no directory on the engine's machine")
+        try:
+            yield from read_tensors(tensor_files(directory))
+        except ModelLoadError as error:
+            raise InvalidInput(f"weight_dir: {error}") from error
 
     def shutdown(self) -> None:
         """Nothing is held."""
 
 
-def _files(directory: Path) -> list[Path]:
-    """The directory's tensor files; ``InvalidInput`` if there are none, or if one of the index is missing."""
-    if not directory.is_dir():
-        raise InvalidInput(f"weight_dir {str(directory)!r} is no directory on the engine's machine")
-    index = directory / _INDEX
-    if not index.is_file():
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise InvalidInput(f"weight_dir {str(directory)!r} has no *.safetensors")
-        return files
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [directory / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"weight_dir: {index} is not an index of shards: {error!r}") from error
-    absent = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
-    if absent:
-        raise InvalidInput(f"weight_dir {str(directory)!r} lacks the shards {', '.join(absent)} named by its index")
-    return files
-
-
 class DiskTrainerWeightTransferEngine(TrainerWeightTransferEngine):
     """The trainer half: each update is a directory of its own, removed once the engine has read it."""
+
+    init_info_cls = DiskTrainerInitInfo
 
     def __init__(self, client: WeightTransferClient, source: WeightSource, info: DiskTrainerInitInfo) -> None:
         super().__init__(client, source)
         self._info = info
-
-    @classmethod
-    def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
-        info = parse_info(DiskTrainerInitInfo, init_info)
-        client.init_weight_transfer_engine(init_request({}, source))
-        return cls(client, source, info)
+        self.init_channel({})
 
     def transfer(self, session_id: str) -> None:
         directory = Path(tempfile.mkdtemp(prefix=f"{session_id}-", dir=self._info.directory))

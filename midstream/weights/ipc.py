@@ -11,94 +11,74 @@ and a new channel id; a trainer that was replaced can write only into memory tha
 from __future__ import annotations
 
 import fcntl
-import math
 import mmap
 import os
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from midstream.errors import Conflict, InvalidInput, TimedOut, UpdateConflict, WeightUpdateError
+from midstream.config import check_types
+from midstream.errors import Conflict, InvalidInput, UpdateConflict, WeightUpdateError
 from midstream.types import ParamMeta
 from midstream.weights import packing
 from midstream.weights.base import (
+    TensorList,
     TrainerWeightTransferEngine,
     WeightSource,
     WeightTransferClient,
     WeightTransferEngine,
-    init_request,
-    parse_info,
+    answered,
 )
-from midstream.weights.session import is_shape
+from midstream.weights.columns import to_columns
 from midstream.weights.source import paired
 
 NUM_BUFFERS = 2
-DEFAULT_BUFFER_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IPCInitInfo:
-    """What the worker half needs to open a channel."""
+    """What both halves need to open a channel."""
 
-    packed_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES
-    """Of each buffer. Enlarged to the largest tensor the engine holds; never more than the model in float64."""
-
-    def __post_init__(self) -> None:
-        _check_size(self.packed_buffer_size_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class IPCUpdateInfo:
-    """One chunk: which buffer, and where in it each tensor lies, in bytes."""
-
-    channel: str
-    """From the reply of init."""
-    buffer: int
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    offsets: list[int]
-    nbytes: list[int]
-    update: str | None = None
-    """Session id from the reply of start; the engine refuses a chunk of another update."""
+    packed_buffer_size_bytes: int = 64 << 20
+    """Of each buffer. Enlarged to the largest tensor; no more than the whole source needs, or the model in float64."""
 
     def __post_init__(self) -> None:
-        if type(self.buffer) is not int or not 0 <= self.buffer < NUM_BUFFERS:
-            raise InvalidInput(f"buffer must be 0 or 1, got {self.buffer!r}")
-        columns = {name: getattr(self, name) for name in ("names", "dtype_names", "shapes", "offsets", "nbytes")}
-        for name, column in columns.items():
-            if not isinstance(column, (list, tuple)):
-                raise InvalidInput(f"{name} must be a list, got {type(column).__name__}")
-        if len({len(column) for column in columns.values()}) != 1 or not self.names:
-            raise InvalidInput(
-                "names, dtype_names, shapes, offsets, nbytes must be equally long and not empty, got "
-                f"{[len(column) for column in columns.values()]}"
-            )
-        if not all(isinstance(text, str) for text in (*self.names, *self.dtype_names)):
-            raise InvalidInput("names and dtype_names must be lists of strings")
-        if not (all(map(is_shape, self.shapes)) and is_shape(self.offsets) and is_shape(self.nbytes)):
-            raise InvalidInput("shapes, offsets and nbytes must hold integers >= 0")
+        check_types(self)
+        if self.packed_buffer_size_bytes < 1:
+            raise InvalidInput(f"packed_buffer_size_bytes must be at least 1, got {self.packed_buffer_size_bytes}")
 
 
-@dataclass(frozen=True, slots=True)
-class IPCTrainerInitInfo:
-    """What the trainer half needs to open a channel."""
-
-    packed_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES
-    """Of each of the two buffers. Enlarged to the largest tensor, cut down to what the whole source needs."""
+@dataclass(frozen=True)
+class IPCTrainerInitInfo(IPCInitInfo):
     timeout_s: float = 60.0
     """Longest wait for the engine to have read one chunk."""
 
     def __post_init__(self) -> None:
-        _check_size(self.packed_buffer_size_bytes)
-        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+        super().__post_init__()
+        if not self.timeout_s > 0:
             raise InvalidInput(f"timeout_s must be a positive number, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPCUpdateInfo(TensorList):
+    """One chunk: which buffer, and which tensors lie in it, as ``packing.plan`` lays them out."""
+
+    channel: str
+    """From the reply of init."""
+    buffer: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.buffer) is not int or not 0 <= self.buffer < NUM_BUFFERS:
+            raise InvalidInput(f"buffer must be 0 or 1, got {self.buffer!r}")
+        if not self.names:
+            raise InvalidInput("names, dtype_names and shapes must not be empty")
 
 
 class SharedBuffer:
@@ -205,8 +185,11 @@ class IPCWeightTransferEngine(WeightTransferEngine):
                 f"channel {update_info.channel!r} was replaced by a later init_weight_transfer_engine: init again"
             )
         buffer = self._buffers[update_info.buffer].data
-        slots = _slots(update_info, buffer.numel())
-        return ((slot.meta.name, packing.read(buffer, slot)) for slot in slots)
+        chunk, *rest = packing.plan(update_info.metas, buffer.numel())
+        if rest:
+            names = [slot.meta.name for slots in rest for slot in slots]
+            raise WeightUpdateError(f"a buffer of {buffer.numel()} bytes has no room for {', '.join(names)}", names)
+        return ((slot.meta.name, packing.read(buffer, slot)) for slot in chunk)
 
     def shutdown(self) -> None:
         self._channel = None
@@ -215,68 +198,26 @@ class IPCWeightTransferEngine(WeightTransferEngine):
         self._buffers = []
 
 
-def _slots(info: IPCUpdateInfo, buffer_bytes: int) -> list[packing.Slot]:
-    """The chunk's slots, if all of them can be right; else ``WeightUpdateError`` with every tensor that can not."""
-    slots: list[packing.Slot] = []
-    bad: dict[str, str] = {}
-    columns = zip(info.names, info.dtype_names, info.shapes, info.offsets, info.nbytes, strict=True)
-    for name, dtype, shape, offset, nbytes in columns:
-        meta = ParamMeta(name, dtype, tuple(shape))
-        try:
-            needed = packing.num_bytes(meta)
-        except InvalidInput as error:
-            bad[name] = str(error)
-            continue
-        if nbytes != needed:
-            bad[name] = f"{nbytes} bytes sent, but {dtype} {shape} has {needed}"
-        elif offset % packing.ALIGNMENT:
-            bad[name] = f"offset {offset} is no multiple of {packing.ALIGNMENT}"
-        elif offset + nbytes > buffer_bytes:
-            bad[name] = f"bytes {offset} to {offset + nbytes} of a buffer of {buffer_bytes}"
-        slots.append(packing.Slot(meta, offset, nbytes))
-    end = 0
-    for slot in sorted(slots, key=lambda slot: (slot.offset, slot.nbytes)):
-        if slot.offset < end and slot.nbytes:
-            bad.setdefault(slot.meta.name, f"offset {slot.offset} lies in another tensor of this chunk")
-        end = max(end, slot.offset + slot.nbytes)
-    if bad:
-        raise WeightUpdateError("; ".join(f"{name}: {problem}" for name, problem in bad.items()), list(bad))
-    return slots
-
-
 class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine):
     """The trainer half: writes each tensor once, in the dtype its metadata says, while the engine reads the buffer
     written before. Used by one thread; it has one more, which waits for the engine."""
 
-    def __init__(
-        self,
-        client: WeightTransferClient,
-        source: WeightSource,
-        channel: str,
-        buffers: list[SharedBuffer],
-        buffer_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(client, source)
-        self._channel = channel
-        self._buffers = buffers
-        self._buffer_bytes = buffer_bytes
-        self._timeout_s = timeout_s
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
-        self._reading: list[Future[dict[str, Any]] | None] = [None] * NUM_BUFFERS
+    init_info_cls = IPCTrainerInitInfo
 
-    @classmethod
-    def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
-        info = parse_info(IPCTrainerInitInfo, init_info)
+    def __init__(self, client: WeightTransferClient, source: WeightSource, info: IPCTrainerInitInfo) -> None:
+        super().__init__(client, source)
         # in the dtypes to be sent, which with cast="allow" may be wider than those the engine holds
         sizes = [packing.aligned(packing.num_bytes(meta)) for meta in source.metadata()]
         wanted = max(min(info.packed_buffer_size_bytes, sum(sizes)), *sizes, packing.ALIGNMENT)
-        worker_info = {"packed_buffer_size_bytes": wanted}
-        reply = client.init_weight_transfer_engine(init_request(worker_info, source))
+        reply = self.init_channel({"packed_buffer_size_bytes": wanted})
         if "buffers" not in reply:
             raise InvalidInput(f"the engine's weight_transfer_backend is not 'ipc': its reply has {sorted(reply)}")
-        buffers = [SharedBuffer.open(entry["path"], list(entry["identity"])) for entry in reply["buffers"]]
-        return cls(client, source, reply["channel"], buffers, reply["buffer_bytes"], info.timeout_s)
+        self._channel: str = reply["channel"]
+        self._buffer_bytes: int = reply["buffer_bytes"]
+        self._buffers = [SharedBuffer.open(entry["path"], list(entry["identity"])) for entry in reply["buffers"]]
+        self._timeout_s = info.timeout_s
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
+        self._reading: list[Future[dict[str, Any]] | None] = [None] * NUM_BUFFERS
 
     def transfer(self, session_id: str) -> None:
         if not self._buffers:
@@ -292,7 +233,8 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine):
                 for slot in chunk:
                     _, tensor = next(pairs)
                     packing.write(self._buffers[which].data, tensor, slot)
-                update_info = {"channel": self._channel, "buffer": which, "update": session_id, **_columns(chunk)}
+                listed = to_columns([slot.meta for slot in chunk])
+                update_info = {"channel": self._channel, "buffer": which, "update": session_id, **listed}
                 self._reading[which] = self._executor.submit(self.client.update_weights, {"update_info": update_info})
             next(pairs, None)  # raises if the source has more than it announced
             for which in range(NUM_BUFFERS):
@@ -310,30 +252,10 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine):
     def _await(self, which: int, earlier: bool = False) -> None:
         """Until the engine has read the chunk in this buffer. Raises what its call raised, unless it is an earlier
         update's, and ``TimedOut``."""
-        future = self._reading[which]
-        if future is None:
+        call = self._reading[which]
+        if call is None:
             return
-        done, _ = wait([future], self._timeout_s)
-        if not done:
-            raise TimedOut(
-                f"the engine has not read the chunk in buffer {which} within {self._timeout_s} s; if it does not "
-                "recover, call trainer_init again"
-            )
+        answered(call, self._timeout_s, f"the engine has not read the chunk in buffer {which}")
         self._reading[which] = None
         if not earlier:
-            future.result()
-
-
-def _check_size(nbytes: object) -> None:
-    if type(nbytes) is not int or nbytes < 1:
-        raise InvalidInput(f"packed_buffer_size_bytes must be an integer >= 1, got {nbytes!r}")
-
-
-def _columns(chunk: list[packing.Slot]) -> dict[str, Any]:
-    return {
-        "names": [slot.meta.name for slot in chunk],
-        "dtype_names": [slot.meta.dtype for slot in chunk],
-        "shapes": [list(slot.meta.shape) for slot in chunk],
-        "offsets": [slot.offset for slot in chunk],
-        "nbytes": [slot.nbytes for slot in chunk],
-    }
+            call.result()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from midstream.weights.columns import to_columns
 from midstream.weights.packing import dtype_name, torch_dtype
-from midstream.weights.session import WeightManifest as WeightManifest
 from midstream.weights.source import WeightSource, paired
 
 
@@ -36,15 +37,10 @@ def weights_id(digests: Mapping[str, str]) -> str:
     return value.hexdigest()
 
 
-def from_source(source: WeightSource) -> WeightManifest:
-    """One pass over ``source``: every tensor hashed in the dtype in which it is to be sent."""
-    metas, digests = [], []
-    for meta, tensor in paired(source):
-        metas.append(meta)
-        digests.append(digest(tensor.to(torch_dtype(meta.dtype))))
-    return WeightManifest(
-        names=tuple(meta.name for meta in metas),
-        dtype_names=tuple(meta.dtype for meta in metas),
-        shapes=tuple(meta.shape for meta in metas),
-        digests=tuple(digests),
-    )
+def from_source(source: WeightSource) -> dict[str, list[Any]]:
+    """The manifest of an update with ``source``: one pass, every tensor hashed in the dtype in which it is to be sent.
+
+    ``start_weight_update`` takes it, and it only verifies.
+    """
+    digests = [digest(tensor.to(torch_dtype(meta.dtype))) for meta, tensor in paired(source)]
+    return {**to_columns(source.metadata()), "digests": digests}

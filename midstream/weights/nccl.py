@@ -14,14 +14,15 @@ connection with it: both sides then see an error at once, and the next ``init`` 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,14 @@ from midstream.errors import Conflict, InvalidInput, TimedOut, UpdateConflict, W
 from midstream.types import ParamMeta
 from midstream.weights import packing
 from midstream.weights.base import (
+    TensorList,
     TrainerWeightTransferEngine,
     WeightSource,
     WeightTransferClient,
     WeightTransferEngine,
-    init_request,
-    parse_info,
+    answered,
 )
-from midstream.weights.session import is_shape
+from midstream.weights.columns import to_columns
 from midstream.weights.source import paired
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -81,39 +82,19 @@ class NCCLInitInfo:
         _check_timeout(self.timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class NCCLUpdateInfo:
+@dataclass(frozen=True, kw_only=True)
+class NCCLUpdateInfo(TensorList):
     """What the next bytes are. All three lists empty: what they were in the round before."""
 
-    names: list[str] = field(default_factory=list)
-    dtype_names: list[str] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
     packed: bool = True
     packed_buffer_size_bytes: int = 1 << 30
     packed_num_buffers: int = 2
     is_checkpoint_format: bool = True
-    update: str | None = None
-    """Session id from the reply of start; the engine refuses a chunk of another update."""
 
     def __post_init__(self) -> None:
-        columns = {name: getattr(self, name) for name in ("names", "dtype_names", "shapes")}
-        for name, column in columns.items():
-            if not isinstance(column, (list, tuple)):
-                raise InvalidInput(f"{name} must be a list, got {type(column).__name__}")
-        if len({len(column) for column in columns.values()}) != 1:
-            lengths = [len(column) for column in columns.values()]
-            raise InvalidInput(f"names, dtype_names and shapes must be equally long, got {lengths}")
-        if not all(isinstance(text, str) for text in (*self.names, *self.dtype_names)):
-            raise InvalidInput("names and dtype_names must be lists of strings")
-        if not all(map(is_shape, self.shapes)):
-            raise InvalidInput("shapes must be a list of lists of integers >= 0")
+        super().__post_init__()
         if self.is_checkpoint_format is not True:
             raise InvalidInput("is_checkpoint_format must be true: the engine takes weights under checkpoint names")
-
-    @property
-    def metas(self) -> list[ParamMeta]:
-        columns = zip(self.names, self.dtype_names, self.shapes, strict=True)
-        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,19 +173,12 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
             raise Conflict(f"the weight transfer has no connection, because {self._closed_because}: init again")
         metas = update_info.metas or self._last
         if not metas:
-            self._close("an update without names came first, and its bytes could not be told apart")
             raise InvalidInput("names, dtype_names and shapes are empty, and no round before this one had any")
-        try:
-            sizes = [packing.num_bytes(meta) for meta in metas]
-        except InvalidInput:
-            self._close("an update named a dtype whose size is not known")
-            raise
         self._last = metas
-        return self._receive(connection, metas, sizes)
+        return self._receive(connection, metas)
 
-    def _receive(
-        self, connection: socket.socket, metas: list[ParamMeta], sizes: list[int]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self, connection: socket.socket, metas: list[ParamMeta]) -> Iterator[tuple[str, Tensor]]:
+        sizes = [packing.num_bytes(meta) for meta in metas]
         memory = torch.empty(max(max(sizes), 1), dtype=torch.uint8)
         bytes_of = memory.numpy().data
         deadline = time.monotonic() + self._timeout_s + sum(sizes) / _SLOWEST_BYTES_PER_S
@@ -229,6 +203,7 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
             connection.settimeout(max(min(self._timeout_s, deadline - time.monotonic()), 0.001))
             try:
                 got = connection.recv_into(view[at:])
+                lost = "" if got else "the trainer (rank 0) is gone"
             except TimeoutError as error:
                 raise TimedOut(
                     f"{where}: rank {self._rank} waited {self._timeout_s:g} s for the trainer (rank 0), which sent "
@@ -236,10 +211,9 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
                     tensors=rest,
                 ) from error
             except OSError as error:
-                why = "ended by another call" if self._interrupted.is_set() else str(error)
-                raise WeightUpdateError(f"{where}: rank {self._rank} lost the trainer: {why}", rest) from error
-            if got == 0:
-                why = "this was ended by another call" if self._interrupted.is_set() else "the trainer (rank 0) is gone"
+                got, lost = 0, f"the trainer (rank 0) is lost: {error}"
+            if lost:
+                why = "this was ended by another call" if self._interrupted.is_set() else lost
                 raise WeightUpdateError(f"{where}: {why}; init again", rest)
             at += got
 
@@ -266,71 +240,47 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
 class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
     """The trainer half over TCP. Used by one thread; it has one more, which waits for the engine's answers."""
 
-    def __init__(
-        self,
-        client: WeightTransferClient,
-        source: WeightSource,
-        connections: list[socket.socket],
-        executor: ThreadPoolExecutor,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(client, source)
-        self._connections = connections
-        self._executor = executor
-        self._timeout_s = timeout_s
+    init_info_cls = NCCLTrainerInitInfo
 
-    @classmethod
-    def trainer_init(cls, init_info: Mapping[str, Any], *, client: WeightTransferClient, source: WeightSource) -> Self:
-        info = parse_info(NCCLTrainerInitInfo, init_info)
+    def __init__(self, client: WeightTransferClient, source: WeightSource, info: NCCLTrainerInitInfo) -> None:
+        super().__init__(client, source)
+        self._timeout_s = info.timeout_s
+        self._connections: list[socket.socket] = []
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
+        try:
+            self._connect(info)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _connect(self, info: NCCLTrainerInitInfo) -> None:
+        """Listen, and let the engine's workers connect while it answers the init."""
         try:
             listener = socket.create_server((info.master_address, info.master_port))
         except OSError as error:
             raise InvalidInput(f"can not listen on {info.master_address}:{info.master_port}: {error}") from error
-        executor = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
-        connections: list[socket.socket] = []
-        try:
-            worker_info = {
-                "master_address": info.master_address,
-                "master_port": listener.getsockname()[1],
-                "rank_offset": 1,
-                "world_size": info.world_size,
-                "packed": info.packed,
-                "timeout_s": info.timeout_s,
-            }
-            reply = executor.submit(client.init_weight_transfer_engine, init_request(worker_info, source))
+        with listener:
+            listener.settimeout(_RETRY_S)
+            told = {**dataclasses.asdict(info), "master_port": listener.getsockname()[1], "rank_offset": 1}
+            reply = self._executor.submit(self.init_channel, told)
             deadline = time.monotonic() + info.timeout_s
-            while len(connections) < info.world_size - 1:
-                if reply.done() and reply.exception() is not None:
-                    break
-                listener.settimeout(_RETRY_S)
+            while len(self._connections) < info.world_size - 1 and not (reply.done() and reply.exception()):
                 with contextlib.suppress(TimeoutError):
-                    connections.append(listener.accept()[0])
-                if time.monotonic() > deadline and len(connections) < info.world_size - 1:
-                    missing = list(range(1 + len(connections), info.world_size))
+                    self._connections.append(listener.accept()[0])
+                    continue
+                if time.monotonic() > deadline:
+                    missing = list(range(1 + len(self._connections), info.world_size))
                     raise TimedOut(f"init: ranks {missing} did not connect within {info.timeout_s:g} s")
-            _result(reply, info.timeout_s, "init")
-            for connection in connections:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(info.timeout_s)
-        except BaseException:
-            for connection in connections:
-                connection.close()
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
-        finally:
-            listener.close()
-        return cls(client, source, connections, executor, info.timeout_s)
+            answered(reply, info.timeout_s, "init: the engine did not answer").result()
+        for connection in self._connections:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(info.timeout_s)
 
     def transfer(self, session_id: str) -> None:
         if not self._connections:
             raise Conflict("this weight transfer was shut down, or an update broke it off: call trainer_init again")
         metas = self.source.metadata()
-        update_info = {
-            "names": [meta.name for meta in metas],
-            "dtype_names": [meta.dtype for meta in metas],
-            "shapes": [list(meta.shape) for meta in metas],
-            "update": session_id,
-        }
+        update_info = {**to_columns(metas), "update": session_id}
         reply = self._executor.submit(self.client.update_weights, {"update_info": update_info})
         try:
             for meta, tensor in paired(self.source):
@@ -338,10 +288,13 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         except BaseException as error:
             self._hang_up()  # the engine waits for bytes that will not come: let it see that at once
             if isinstance(error, OSError) and not isinstance(error, TimedOut):
-                _result(reply, self._timeout_s, "update")  # the engine closed: its answer says why
+                self._answer_to(reply)  # the engine closed: its answer says why
                 raise WeightUpdateError(f"update: the engine is gone: {error}") from error
             raise
-        _result(reply, self._timeout_s, "update")
+        self._answer_to(reply)
+
+    def _answer_to(self, reply: Future[dict[str, Any]]) -> None:
+        answered(reply, self._timeout_s, "update: the engine did not answer").result()
 
     def _send(self, tensor: Tensor, meta: ParamMeta, reply: Future[dict[str, Any]]) -> None:
         data = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
@@ -365,15 +318,6 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
     def shutdown(self) -> None:
         self._hang_up()
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _result(reply: Future[dict[str, Any]], timeout_s: float, phase: str) -> dict[str, Any]:
-    try:
-        return reply.result(timeout_s)
-    except TimeoutError as error:
-        if reply.done():
-            raise
-        raise TimedOut(f"{phase}: the engine did not answer within {timeout_s:g} s") from error
 
 
 def _check_port(port: object, lowest: int) -> None:

@@ -16,7 +16,7 @@ from midstream.errors import InvalidInput
 from midstream.types import ParamMeta
 
 ALIGNMENT = 64
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -32,9 +32,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Inverse of :func:`dtype_name`; ``InvalidInput`` for a name that can not be transferred."""
-    dtype = _DTYPES.get(name)
+    dtype = DTYPES.get(name)
     if dtype is None:
-        raise InvalidInput(f"unknown dtype {name!r}; known are {', '.join(_DTYPES)}")
+        raise InvalidInput(f"unknown dtype {name!r}; known are {', '.join(DTYPES)}")
     return dtype
 
 

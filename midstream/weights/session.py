@@ -11,7 +11,6 @@ of the open update may call it too. Whether an update is complete is decided onc
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from midstream.config import CastPolicy as CastPolicy
 from midstream.config import UpdateMode as UpdateMode
 from midstream.errors import InvalidInput, UpdateConflict, WeightUpdateError
 from midstream.types import ParamMeta as ParamMeta
+from midstream.weights.columns import from_columns
 
 # With cast="allow" a tensor may arrive in any of these for any of these. Quantised types mean nothing without scales.
 _CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -43,60 +43,6 @@ class TensorRecord:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class WeightManifest:
-    """What an update will be, told at its start: one entry per tensor, in the dtype in which the engine holds it.
-
-    A manifest only verifies. The digests are those of ``weights.manifest.digest``.
-    """
-
-    names: tuple[str, ...]
-    dtype_names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    digests: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        lengths = [len(self.names), len(self.dtype_names), len(self.shapes), len(self.digests)]
-        if len(set(lengths)) != 1:
-            raise InvalidInput(f"manifest: names, dtype_names, shapes, digests must be equally long, got {lengths}")
-        if len(set(self.names)) != len(self.names):
-            twice = [name for name, count in Counter(self.names).items() if count > 1]
-            raise WeightUpdateError(f"manifest: listed more than once: {_listed(twice)}", twice)
-        bad = [n for n, d in zip(self.names, self.digests, strict=True) if len(d) != 64 or not _is_hex(d)]
-        if bad:
-            raise WeightUpdateError(f"manifest: a digest is 64 hexadecimal digits; wrong for {_listed(bad)}", bad)
-
-    @property
-    def metas(self) -> list[ParamMeta]:
-        return [ParamMeta(*entry) for entry in zip(self.names, self.dtype_names, self.shapes, strict=True)]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "names": list(self.names),
-            "dtype_names": list(self.dtype_names),
-            "shapes": [list(shape) for shape in self.shapes],
-            "digests": list(self.digests),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> WeightManifest:
-        """Inverse of :meth:`to_dict`. Anything else raises ``InvalidInput``."""
-        keys = ("names", "dtype_names", "shapes", "digests")
-        if not isinstance(data, Mapping) or set(data) != set(keys):
-            got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-            raise InvalidInput(f"a manifest has exactly the keys {', '.join(keys)}; got {got}")
-        for key in keys:
-            if not isinstance(data[key], (list, tuple)):
-                raise InvalidInput(f"manifest: {key} must be a list, got {type(data[key]).__name__}")
-        for key in ("names", "dtype_names", "digests"):
-            if not all(isinstance(value, str) for value in data[key]):
-                raise InvalidInput(f"manifest: {key} must be a list of strings")
-        if not all(is_shape(shape) for shape in data["shapes"]):
-            raise InvalidInput("manifest: shapes must be a list of lists of integers >= 0")
-        shapes = tuple(tuple(shape) for shape in data["shapes"])
-        return cls(tuple(data["names"]), tuple(data["dtype_names"]), shapes, tuple(data["digests"]))
-
-
 class UpdateSession:
     """The state of the engine's one weight update, and the digests of the weights it serves.
 
@@ -112,11 +58,6 @@ class UpdateSession:
         lease_s: float,
         held_digests: Mapping[str, str],
     ) -> None:
-        if not (lease_s > 0 and math.isfinite(lease_s)):
-            raise InvalidInput(f"lease_s must be a positive number, got {lease_s}")
-        dangling = sorted(alias for alias, owner in tied.items() if owner not in params or owner in tied)
-        if dangling:
-            raise InvalidInput(f"tied to a name that owns nothing: {_listed(dangling)}")
         self.lease_s = lease_s
         self.state = SessionState.IDLE
         self.session_id: str | None = None
@@ -128,9 +69,6 @@ class UpdateSession:
         self._metas = {**params, **{alias: params[owner] for alias, owner in tied.items()}}
         self._owners = [name for name in params if name not in tied]
         self._held = {self.owner(name): digest for name, digest in held_digests.items()}
-        without = [name for name in self._owners if name not in self._held]
-        if without:
-            raise InvalidInput(f"held_digests has no digest of {_listed(without)}")
         self._manifest: dict[str, str] | None = None
         self._received: dict[str, TensorRecord] = {}
         self._verified = False
@@ -207,16 +145,14 @@ class UpdateSession:
         for field, value, allowed in (("mode", mode, get_args(UpdateMode)), ("cast", cast, get_args(CastPolicy))):
             if value not in allowed:
                 raise InvalidInput(f"{field} must be {' or '.join(allowed)}, got {value!r}")
-        parsed = None if manifest is None else WeightManifest.from_dict(manifest)
-        if parsed is not None:
-            self._check_manifest(parsed, mode)
+        listed = None if manifest is None else self._read_manifest(manifest, mode)
         if self.is_open:
             self.abort(f"its lease of {self.lease_s} s ended")
         self._num_started += 1
         self.session_id = f"update-{self._num_started}"
         self.state, self.reason = SessionState.OPEN, None
         self.mode, self.cast = mode, cast
-        self._manifest = None if parsed is None else dict(zip(parsed.names, parsed.digests, strict=True))
+        self._manifest = listed
         self._received, self._verified = {}, False
         self._started_at = self._heard_at = now
         return {
@@ -253,14 +189,12 @@ class UpdateSession:
         Raises ``WeightUpdateError`` naming every such tensor, and aborts the update.
         """
         self.require_open()
-        received, changed, unknown = dict(self._received), [], []
+        received, changed = dict(self._received), []
         for record in records:
-            if record.name not in self._metas:
-                unknown.append(record.name)
-            elif received.setdefault(record.name, record).digest != record.digest:
+            if received.setdefault(record.name, record).digest != record.digest:
                 changed.append(record.name)
-        if unknown or changed:
-            self._fail([("the engine holds no tensor", unknown), ("sent twice with different bytes", changed)])
+        if changed:
+            self._fail([("sent twice with different bytes", changed)])
         self._received, self._verified = received, False
 
     def verify(self) -> list[str]:
@@ -329,22 +263,33 @@ class UpdateSession:
             return None
         return f"has dtype {got.dtype}, the engine holds {held.dtype}{remedy}"
 
-    def _check_manifest(self, manifest: WeightManifest, mode: UpdateMode) -> None:
-        """Coverage, before a byte moves. The manifest describes the tensors as held, so no cast applies to it."""
-        found = [(meta.name, self._mismatch(meta, "deny", "")) for meta in manifest.metas]
-        bad = {name: f"{name} {problem}" for name, problem in found if problem is not None}
-        digests: dict[str, set[str]] = {}
-        for name, digest in zip(manifest.names, manifest.digests, strict=True):
-            digests.setdefault(self.owner(name), set()).add(digest)
-        for name in manifest.names:
-            if name not in bad and len(digests[self.owner(name)]) > 1:
-                bad[name] = f"{name} is tied, but listed with another digest than its pair"
+    def _read_manifest(self, data: Mapping[str, Any], mode: UpdateMode) -> dict[str, str]:
+        """Name → digest. It must cover the update, and describes the tensors as held, so no cast applies to it."""
+        keys = ("names", "dtype_names", "shapes", "digests")
+        if not isinstance(data, Mapping) or set(data) != set(keys):
+            got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise InvalidInput(f"a manifest has exactly the keys {', '.join(keys)}; got {got}")
+        metas = from_columns({key: data[key] for key in keys}, "manifest: ")
+        listed = dict(zip(data["names"], data["digests"], strict=True))
+        if not listed:
+            raise WeightUpdateError("manifest: an update of no tensors", self._owners)
+        by_owner: dict[str, set[str]] = {}
+        for name, digest in listed.items():
+            by_owner.setdefault(self.owner(name), set()).add(digest)
+        bad: dict[str, str] = {}
+        for name, count in Counter(data["names"]).items():
+            if count > 1:
+                bad[name] = "is listed more than once"
+            elif len(listed[name]) != 64 or not set(listed[name]) <= set("0123456789abcdef"):
+                bad[name] = "has a digest that is not 64 hexadecimal digits"
+            elif len(by_owner[self.owner(name)]) > 1:
+                bad[name] = "is tied, but listed with another digest than its pair"
+        bad |= {meta.name: why for meta in metas if (why := self._mismatch(meta, "deny", ""))}
         if mode == "full":
-            bad.update({name: f"{name} is not listed" for name in self._owners if name not in digests})
-        if not manifest.names:
-            raise WeightUpdateError("manifest: an update of no tensors", list(bad))
+            bad |= {name: "is not listed" for name in self._owners if name not in by_owner}
         if bad:
-            raise WeightUpdateError(f"manifest: {_listed(list(bad.values()), '; ')}", list(bad))
+            raise WeightUpdateError(f"manifest: {_listed([f'{n} {why}' for n, why in bad.items()], '; ')}", list(bad))
+        return listed
 
     def _fail(self, problems: list[tuple[str, list[str]]], first: str = "") -> None:
         parts = [first] if first else []
@@ -353,15 +298,6 @@ class UpdateSession:
         message = "; ".join(parts)
         session_id = self.abort(message)
         raise WeightUpdateError(f"weight update {session_id} failed and is aborted: {message}", tensors)
-
-
-def is_shape(value: object) -> bool:
-    """A list or tuple of integers >= 0."""
-    return isinstance(value, (list, tuple)) and all(type(n) is int and n >= 0 for n in value)
-
-
-def _is_hex(text: str) -> bool:
-    return all(c in "0123456789abcdef" for c in text)
 
 
 def _listed(names: Sequence[str], separator: str = ", ", most: int = 12) -> str:
