@@ -3,11 +3,13 @@
     python bench/fuzz_server.py --schemathesis PATH/TO/schemathesis --seconds 300
 
 Valid and invalid requests on every route, generation and control, first route by route, then in random sequences.
-A pause, a sleep or an open update may hold for a few calls; then everything is woken, so that one call does not refuse all others.
+A pause, a sleep or an open update may hold for a few calls; then everything is woken, so that one call does not refuse
+all others.
 
-One JSON line per route: {"route", "valid", "ok", "invalid", "declared_5xx", "faults", "slowest_s"}, and one for all. "ok" are the
-valid requests answered 2xx. Exit 1: an answer of 5xx that the document does not declare, a request that took longer
-than the limit, a failing check, a server that died, or less than half of the valid requests ok.
+One JSON line per route: {"route", "valid", "ok", "invalid", "declared_5xx", "faults", "slowest_s"}, and one for all.
+"ok" are the valid requests answered 2xx. "declared_5xx" are 503 with Retry-After (paused), and 504 where the request
+set a time limit. Exit 1: any other 5xx, a request that took longer than the limit, a failing check of schemathesis, a
+server that died or has requests or blocks left over, or less than half of the valid requests ok.
 """
 
 from __future__ import annotations
@@ -118,7 +120,8 @@ def main() -> int:
         model = _with_chat_template(pathlib.Path(given.model), pathlib.Path(folder))
         command = [sys.executable, "-m", "midstream", "serve", str(model), "--port", "0", "--num-threads", "1"]
         command += ["--weight-transfer-config", json.dumps({"backend": given.backend})]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=open(f"{folder}/server.log", "w"), text=True)
+        with open(f"{folder}/server.log", "w") as errors:
+            server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             url = _url(server)
             start = time.monotonic()

@@ -99,7 +99,38 @@ def test_errors_have_one_shape_and_no_traceback(server: Served) -> None:
         assert "Traceback" not in response.text
     document = server.get("/openapi.json").json()
     assert "/v1/completions" in document["paths"] and "/pause" in document["paths"]
-    assert "422" not in str(document["paths"]["/v1/completions"]["post"]["responses"].keys())
+    responses = document["paths"]["/v1/completions"]["post"]["responses"]
+    assert set(responses) == {"200", "4XX", "503", "504"}, "422 and 500 are never answered"
+
+
+def test_the_document_says_what_is_taken(server: Served) -> None:
+    document = server.get("/openapi.json").json()
+    schemas = {name: schema["properties"] for name, schema in document["components"]["schemas"].items()}
+    whole = schemas["CompletionBody"]["n"]["anyOf"][0]
+    assert (whole["minimum"], whole["maximum"]) == (1, server.status()["max_num_seqs"])
+    assert schemas["CompletionBody"]["seed"]["anyOf"][0]["maximum"] == (1 << 63) - 1
+    assert schemas["DetokenizeBody"]["tokens"]["items"] == {"type": "integer", "minimum": 0, "maximum": 43}
+    assert "skyrl_sleep_for_weight_sync" in schemas["RpcBody"]["method"]["enum"]
+    assert schemas["InitBody"]["init_info"]["properties"].keys() == {"packed_buffer_size_bytes"}
+    names = next(p["schema"] for p in document["paths"]["/v1/models/{name}"]["get"]["parameters"])
+    assert server.get(f"/v1/models/{names['enum'][0]}").status_code == 200
+    for path, body in (  # in JSON 4.0 is an integer
+        ("/v1/completions", {"prompt": [4.0, 5], "n": 2.0, "seed": 1.0, "stop_token_ids": [6.0], "logprobs": 1.0}),
+        ("/v1/completions", {"prompt": [[4.0, 5], [6]], "max_tokens": 1.0, "priority": 0.0}),
+        ("/inference/v1/generate", {"token_ids": [4.0], "sampling_params": {"top_k": 3.0, "max_tokens": 1}}),
+        ("/detokenize", {"tokens": [4.0, 5]}),
+    ):
+        assert server.post(path, body).status_code == 200, body
+    for path, body in (
+        ("/v1/completions", {"prompt": [4.5]}),
+        ("/v1/completions", {"prompt": [True]}),
+        ("/v1/completions", {"prompt": "a", "n": 1.5}),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 0.001}),
+        ("/v1/completions", {"prompt": "a", "stop": [""]}),
+        ("/detokenize", {"tokens": ["4"]}),
+        ("/tokenize", {"messages": []}),
+    ):
+        assert server.post(path, body).status_code == 400, body
 
 
 # -- who may call what -------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ import torch
 from midstream.errors import MidstreamError
 from midstream.types import SampledToken, SamplingParams, mix64
 
-_COLDEST = 1e-6
-"""Least positive temperature used: logits divided by less overflow, and this one is greedy but for exact ties."""
+_COLDEST, _HOTTEST = 1e-6, 1e30
+"""Bounds of the temperatures used. Logits divided by less overflow, and the lower one is greedy but for exact ties;
+divided by infinity, what a grammar forbids would be NaN."""
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
@@ -73,7 +74,7 @@ def processed_logits(
                 values = row[index]
                 row[index] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     if any(p.temperature not in (0, 1) for p in params):
-        divisors = [max(p.temperature, _COLDEST) if p.temperature else 1.0 for p in params]
+        divisors = [min(max(p.temperature, _COLDEST), _HOTTEST) if p.temperature else 1.0 for p in params]
         temperature = torch.tensor(divisors, dtype=logits.dtype, device=logits.device)
         logits = logits / temperature[:, None]
     if any(p.min_p and p.temperature for p in params):

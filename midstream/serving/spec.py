@@ -1,4 +1,4 @@
-"""The OpenAPI document, narrowed to this engine: what it takes beyond types, so that what the document calls valid works.
+"""The OpenAPI document, narrowed to this engine: what it takes beyond types, so that what it calls valid works.
 
 What depends on the moment (an update that is not open, an owner's pause) can not be said in a schema: such requests are
 answered 4xx.
