@@ -174,3 +174,15 @@ def test_rope_turns_each_pair_by_its_angle() -> None:
     x, angle = random(1, 5, 2, 8), random(2, 5, 1, 4)
     pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
     assert torch.allclose(rope(x, angle.cos(), angle.sin()), torch.cat((pairs.real, pairs.imag), -1), atol=1e-6)
+
+
+def test_case_117_few_sizes_of_products_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps code for every shape: 20 MB more with each thousand requests, until 1024 of them were seen."""
+    sizes = [layers._size(rows) for rows in range(1, 8193)]
+    assert all(rows <= size <= rows * 9 / 8 for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 90 and {16, 32, 64, 128, 1024} <= set(sizes)
+    seen = set()
+    monkeypatch.setattr(layers, "_product", lambda x, w, packed: seen.add(x.shape[0]) or F.linear(x, w))
+    for rows in range(1, 300):
+        assert layers._tiled(torch.ones(rows, 4), torch.ones(3, 4), True, 0).shape == (rows, 3)
+    assert len(seen) < 60

@@ -82,14 +82,21 @@ def _product(x: torch.Tensor, weight: torch.Tensor, packed: bool) -> torch.Tenso
     return F.linear(x, weight)
 
 
+def _size(rows: int) -> int:
+    """``rows`` rounded up by an eighth at most. oneDNN keeps code and scratch memory for each of the last 1024 shapes
+    it has multiplied; batches of every size would fill that with hundreds of megabytes."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
 def _tiled(x: torch.Tensor, weight: torch.Tensor, packed: bool, tile: int) -> torch.Tensor:
     """The product in calls of exactly ``tile`` rows; tile 0: all rows at once, at least two and at most _MAX_ROWS."""
     rows = x.shape[0]
     if tile == 0:
-        if rows == 1:  # one row takes another path in the library: give it company
-            return _product(x.expand(2, -1).contiguous(), weight, packed)[:1]
         if rows <= _MAX_ROWS:
-            return _product(x, weight, packed)
+            size = max(_size(rows) if packed else rows, 2)  # one row takes another path in the library
+            padded = F.pad(x, (0, 0, 0, size - rows)) if size > rows else x
+            return _product(padded, weight, packed)[:rows]
         return torch.cat([_tiled(part, weight, packed, 0) for part in x.split(_MAX_ROWS)])
     padded = F.pad(x, (0, 0, 0, -rows % tile))
     return torch.cat([_product(part.contiguous(), weight, packed) for part in padded.split(tile)])[:rows]
