@@ -238,4 +238,4 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    os._exit(0)  # all is closed: taking the interpreter down piece by piece would take a second more of the server's end
+    os._exit(0)  # all is closed: taking the interpreter down piece by piece would take a second more
