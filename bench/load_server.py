@@ -1,11 +1,11 @@
 """A server under load while its weights change: what is lost, what is left over, and how fast it is.
 
-    python bench/load_server.py [--requests 2000] [--streams 256] [--cycles 100] [--backend ipc]
+    python bench/load_server.py [--requests 2000] [--streams 256] [--cycles 50] [--backend ipc]
 
 1. Streams on loopback, a pause(keep), a whole weight update and a resume every two seconds, and a tenth of the clients
    vanish at some point. The weights sent are those that serve, so every other stream must give the very ids of an
    undisturbed run, once, with version spans that cover all of them.
-2. Cycles of {pause, update, requests, aborts, clients that vanish, resume}: after the first half of them, memory, file
+2. Cycles of {pause, update, requests, aborts, clients that vanish, resume}: after the first 50 of them, memory, file
    descriptors, threads and shared memory stay as they are.
 
 One JSON line for each part. Exit 1 with a message for anything that is not so.
@@ -171,7 +171,9 @@ class Load:
         await asyncio.to_thread(trainer.send_weights, None)
         await asyncio.to_thread(post, "/resume")
 
-    async def many(self, trainer: TrainerWeightTransferEngine, requests: int, streams: int) -> dict[str, Any]:
+    async def many(
+        self, trainer: TrainerWeightTransferEngine, requests: int, streams: int, period_s: float = _PERIOD_S
+    ) -> dict[str, Any]:
         """``requests`` requests, at most ``streams`` at a time, beside updates; a tenth of the clients vanish."""
         free = asyncio.Semaphore(streams)
         ended: dict[str, int] = {}
@@ -186,7 +188,7 @@ class Load:
 
         async def updates() -> None:
             for number in range(10**6):
-                await asyncio.sleep(_PERIOD_S)
+                await asyncio.sleep(period_s)
                 await self.update(trainer, clear_cache=bool(number % 2))
                 ended["updates"] = number + 1
 
@@ -250,7 +252,8 @@ class Processes:
     def counts(self) -> dict[str, int]:
         fds = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids)
         threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.pids)
-        return {"fds": fds, "threads": threads, "shm": len(os.listdir("/dev/shm"))}
+        maps = [pathlib.Path(f"/proc/{pid}/maps").read_text() for pid in self.pids]
+        return {"fds": fds, "threads": threads, "shm": sum(t.count("/memfd:") + t.count("/dev/shm/") for t in maps)}
 
 
 @contextlib.contextmanager
@@ -271,22 +274,24 @@ def open_trainer(backend: str, control: Control, model: pathlib.Path, folder: st
     return trainer_engines.lookup(backend).trainer_init(info, client=control, source=Source(model))
 
 
-async def measured(load: Load, trainer: TrainerWeightTransferEngine, of: Processes, cycles: int) -> dict[str, Any]:
-    """Memory and counts after half of ``cycles`` and at the end."""
-    seen: list[tuple[int, dict[str, int]]] = []
-    for number in range(cycles):
-        if number in (cycles // 2, cycles // 2 + 1):  # the lower of two: what the moment holds is not what stays
-            await load.idle()
-            seen.append((of.memory_kb(), of.counts()))
+async def measured(
+    load: Load, trainer: TrainerWeightTransferEngine, of: Processes, warm: int, cycles: int
+) -> dict[str, Any]:
+    """Memory and counts after ``warm`` cycles, and what ``cycles`` more of them add."""
+    for number in range(warm):
         await load.cycle(trainer, number, requests=64, aborts=8, vanish=2)
     await load.idle()
-    before, after = min(kb for kb, _ in seen), of.memory_kb()
+    before, counts = of.memory_kb(), of.counts()
+    for number in range(warm, warm + cycles):
+        await load.cycle(trainer, number, requests=64, aborts=8, vanish=2)
+    await load.idle()
+    after = of.memory_kb()
     return {
-        "cycles": cycles,
-        "memory_kb": after,
+        "cycles": [warm, cycles],
+        "memory_kb": [before, after],
         "growth": round(after / before - 1, 5),
-        "kb_per_cycle": round((after - before) / (cycles - cycles // 2), 2),
-        "counts": {name: [min(counts[name] for _, counts in seen), value] for name, value in of.counts().items()},
+        "kb_per_cycle": round((after - before) / cycles, 2),
+        "counts": {name: [counts[name], value] for name, value in of.counts().items()},
     }
 
 
@@ -302,7 +307,7 @@ async def run(given: argparse.Namespace, url: str, of: Processes, folder: str) -
     wrong = [] if found.get("updates") else ["no update fell into the run: ask for more requests"]
     load.wanted.clear()
     await load.learn(16, 8, 24)
-    found = await measured(load, trainer, of, given.cycles)
+    found = await measured(load, trainer, of, 50, given.cycles)
     print(json.dumps({"name": "cycles", "backend": given.backend, **found}), flush=True)
     wrong += [f"{name} grew: {pair}" for name, pair in found["counts"].items() if pair[1] > pair[0]]
     return wrong + ([f"memory grew by {found['growth']:.2%}"] if found["growth"] > 0.01 else [])
@@ -313,7 +318,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default=str(MODEL))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--cycles", type=int, default=50, help="after the first 50")
     parser.add_argument("--backend", default="ipc")
     given = parser.parse_args()
     flags = (*FLAGS, "--weight-transfer-config", json.dumps({"backend": given.backend}))
