@@ -129,13 +129,15 @@ def main() -> int:
             common = ["--checks", _CHECKS, "--request-timeout", str(LIMIT_S), "--workers", given.workers]
             common += ["--continue-on-failure", "--max-failures", "1000", "--no-color", "--generation-database", "none"]
             common += ["--suppress-health-check", "all", "--warnings", "off"]
-            environment = {**os.environ, "SCHEMATHESIS_HOOKS": __file__, _LOG: str(log), _URL: url, _MODEL: str(model)}
+            environment = {**os.environ, "SCHEMATHESIS_HOOKS": os.path.abspath(__file__)}
+            environment |= {_LOG: str(log.absolute()), _URL: url, _MODEL: str(model.absolute())}
             for part in (["run", "--phases", "examples,coverage,fuzzing", "--max-examples", EXAMPLES], ["fuzz"]):
                 left = given.seconds - (time.monotonic() - start)
                 timed = [*part, "--max-time", str(int(left))] if part == ["fuzz"] else part
                 done = subprocess.run(
-                    [given.schemathesis, *timed, f"{url}/openapi.json", *common],
+                    [shutil.which(given.schemathesis) or given.schemathesis, *timed, f"{url}/openapi.json", *common],
                     env=environment,
+                    cwd=folder,  # it leaves files where it runs
                     stdout=sys.stderr,
                     timeout=given.seconds * 2 + 60,
                 )
