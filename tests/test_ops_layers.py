@@ -295,3 +295,15 @@ def test_gradients_of_row_operations_are_those_of_their_definitions(
         served = ours(leaves)
     trained = ours({name: leaf.clone().requires_grad_() for name, leaf in leaves.items()})
     assert all(torch.equal(a, b.detach()) for a, b in zip(served, trained, strict=True))
+
+
+def test_case_117_few_sizes_of_products_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps code for every shape: 20 MB more with each thousand requests, until 1024 of them were seen."""
+    sizes = [layers._size(rows) for rows in range(1, 8193)]
+    assert all(rows <= size <= rows * 9 / 8 for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 90 and {16, 32, 64, 128, 1024} <= set(sizes)
+    seen = set()
+    monkeypatch.setattr(layers, "_product", lambda x, w, packed: seen.add(x.shape[0]) or F.linear(x, w))
+    for rows in range(1, 300):
+        assert layers._tiled(torch.ones(rows, 4), torch.ones(3, 4), True, 0).shape == (rows, 3)
+    assert len(seen) < 60

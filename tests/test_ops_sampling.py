@@ -124,10 +124,13 @@ def test_a_vanishing_temperature_becomes_greedy_and_stays_finite(temperature: fl
             assert token.processed_logprob == pytest.approx(0, abs=1e-6)
 
 
-def test_a_huge_temperature_becomes_uniform() -> None:
-    for temperature in (1e12, 1e300):
-        token = sample(logits_of(7, 1, 64), [SamplingParams(temperature=temperature)], [1], [1])[0]
+def test_a_huge_temperature_becomes_uniform_over_what_a_grammar_allows() -> None:
+    for temperature in (1e12, 1e39, 1e300):
+        params = [SamplingParams(temperature=temperature)]
+        token = sample(logits_of(7, 1, 64), params, [1], [1])[0]
         assert token.processed_logprob == pytest.approx(-math.log(64), abs=1e-5)
+        token = sample(logits_of(7, 1, 64), params, [1], [1], allowed=[b"\x0f" + bytes(7)])[0]
+        assert token.token_id < 4 and token.processed_logprob == pytest.approx(-math.log(4), abs=1e-5)
 
 
 def test_greedy_takes_the_argmax_with_processed_logprob_zero_also_in_a_mixed_batch() -> None:

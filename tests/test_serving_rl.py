@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import pickle
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -22,6 +25,7 @@ from checkpoints import random_weights, write_checkpoint
 from cores import LIMIT_S, TINY, Driver, digests_of
 from midstream.engine.protocol import Fail
 from midstream.errors import Conflict, EnginePaused, InvalidInput
+from midstream.metrics import ServerMetrics
 from midstream.models.weights import EMBEDDING, HEAD
 from midstream.serving.app import ServerSettings, create_app, create_control_app
 from midstream.serving.async_llm import AsyncLLM
@@ -447,6 +451,23 @@ def test_case_024_the_checker_sees_one_changed_element(models: pathlib.Path, tmp
     run(body())
 
 
+def test_case_024_the_checker_in_checkpoint_names_for_tied_and_cast_weights(models: pathlib.Path) -> None:
+    async def body(model: str, sent: str, weights: dict[str, torch.Tensor], **options: Any) -> None:
+        async with server(models / model, **options) as c:
+            await c.post("/update_weights", {"weight_dir": str(models / sent)})
+            found = (await c.post("/weight_checker", {"action": "checksum"}))["checksums"]
+            assert found == digests_of(weights)
+            assert (await c.get("/weight_info"))["weights_id"] == weights_id(found)
+            changed = {**found, EMBEDDING: digest(weights[EMBEDDING] + 1)}
+            checked = await c.post("/weight_checker", {"action": "compare", "baseline": changed})
+            assert (checked["match"], checked["mismatches"]) == (False, [EMBEDDING])
+
+    tied = random_weights("qwen3", 1, **TINY)
+    run(body("tied0", "tied1", {name: tensor for name, tensor in tied.items() if name != HEAD}))
+    cast = {name: tensor.bfloat16() for name, tensor in W1.items()}
+    run(body("w0", "w1", cast, dtype="bfloat16", default_cast="allow"))
+
+
 def test_the_checker_resets_only_while_paused_as_a_commit(models: pathlib.Path) -> None:
     async def body() -> None:
         expected = reference(models / "w0")
@@ -465,6 +486,59 @@ def test_the_checker_resets_only_while_paused_as_a_commit(models: pathlib.Path) 
             assert await c.generate() != expected
             await c.post("/update_weights", {"weight_dir": str(models / "w0")})
             assert await c.generate() == expected
+
+    run(body())
+
+
+MORTAL = """
+import socket, sys, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+connection = listener.accept()[0]
+connection.sendall(bytes(int(sys.argv[1])))
+print("sent", flush=True)
+time.sleep(600)
+"""
+
+
+def test_case_026_a_trainer_that_was_killed_is_followed_by_another(models: pathlib.Path) -> None:
+    def size_of(pid: int | str) -> tuple[int, int]:
+        return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+    async def body() -> None:
+        expected = [reference(models / f"w{seed}") for seed in range(2)]
+        async with server(models / "w0", weight_transfer_backend="nccl", extra={"timeout_s": 10}) as c:
+            sizes = []
+            for round_ in range(20):
+                death = ("idle", "update open", "in a tensor")[round_ % 3]
+                num_sent = next(iter(W0.values())).nbytes + 10 if death == "in a tensor" else 0
+                with subprocess.Popen([sys.executable, "-c", MORTAL, str(num_sent)], stdout=subprocess.PIPE) as mortal:
+                    assert mortal.stdout is not None
+                    port = int(mortal.stdout.readline())
+                    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+                    await c.post("/init_weight_transfer_engine", {"init_info": info})
+                    if death != "idle":
+                        await c.post("/start_weight_update")
+                    if num_sent:
+                        chunk = {"update_info": info_of(W0)}
+                        cut_off = asyncio.create_task(c.http.post("/update_weights", json=chunk))
+                        assert await asyncio.to_thread(mortal.stdout.readline) == b"sent\n"
+                    mortal.kill()
+                if num_sent:
+                    assert (await cut_off).status_code == 400
+                with Trainer() as trainer:
+                    start = time.monotonic()
+                    await c.post("/init_weight_transfer_engine", {"init_info": trainer.info})
+                    assert time.monotonic() - start < 10
+                    weights = (W1, W0)[round_ % 2]
+                    await c.post("/start_weight_update")
+                    update = asyncio.create_task(c.post("/update_weights", {"update_info": info_of(weights)}))
+                    await trainer.send(weights)
+                    await update
+                    await c.post("/finish_weight_update")
+                assert await c.generate() == expected[(round_ + 1) % 2]
+                sizes.append((size_of(c.llm._process.pid), size_of("self")))
+            assert len(set(sizes[3:])) == 1, sizes
 
     run(body())
 
@@ -734,13 +808,39 @@ def test_the_allow_list_of_methods(models: pathlib.Path) -> None:
     run(body())
 
 
+def test_case_114_the_surplus_of_a_batch_stops_at_once(models: pathlib.Path) -> None:
+    async def body() -> None:
+        straight = reference(models / "w0", 400)
+        async with server(models / "w0", max_num_seqs=16) as c:
+            for round_ in range(3):
+                lengths = [12] * 8 + [400] * 2
+                tasks = [
+                    asyncio.create_task(c.generate(length, request_id=f"{round_}-{i}"))
+                    for i, length in enumerate(lengths)
+                ]
+                assert await asyncio.gather(*tasks[:8]) == [straight[:12]] * 8
+                assert not any(task.done() for task in tasks[8:])
+                before = (await c.get("/status"))["num_steps"]
+                start = time.monotonic()
+                found = await c.post("/abort_requests", {"request_ids": [f"{round_}-8", f"{round_}-9"]})
+                assert found["aborted"] == 2
+                for partial in await asyncio.gather(*tasks[8:]):
+                    assert 12 <= len(partial) < 400 and partial == straight[: len(partial)]
+                took = time.monotonic() - start
+                status = await c.get("/status")
+                assert took < 0.5 and status["num_steps"] - before < 100  # of the 388 that were left
+                assert status["running"] + status["waiting"] == 0 and status["num_free_blocks"] == status["num_blocks"]
+
+    run(body())
+
+
 # -- the core's own rules --------------------------------------------------------------------------------------------
 
 
 def test_case_116_status_agrees_with_the_truth_in_random_steps(models: pathlib.Path) -> None:
     """A model of pause, owner, sleep and updates beside the engine: after every call both say the same."""
     rng = random.Random(0)
-    driver = Driver(models / "w0")
+    driver, metrics, prefix = Driver(models / "w0"), ServerMetrics(), "midstream_engine_"
     state: dict[str, Any] = {"mode": None, "owner": None, "level": None, "own": False, "update": None, "number": 0}
     sessions = 0
 
@@ -801,6 +901,11 @@ def test_case_116_status_agrees_with_the_truth_in_random_steps(models: pathlib.P
         assert status["held"] == (len(live) if state["mode"] or state["level"] else 0)
         assert status["running"] + status["waiting"] == len(live)
         assert status["device_idle"] == (not live or status["held"] > 0)
+        assert (status["version"], status["number"]) == (driver.core.version()["version"], 0)
+        shown = dict(line.split() for line in metrics.text(status).decode().splitlines() if line.startswith(prefix))
+        assert shown[prefix + "paused"] == ("0.0" if state["mode"] is None else "1.0")
+        for name in ("running", "waiting", "held", "number", "num_free_blocks", "num_steps"):
+            assert float(shown[prefix + name]) == status[name]
     driver.core.close()
 
 

@@ -183,16 +183,24 @@ def _product(x: torch.Tensor, weight: torch.Tensor, packed: bool) -> torch.Tenso
     return F.linear(x, weight)
 
 
+def _size(rows: int) -> int:
+    """``rows`` rounded up by an eighth at most. oneDNN keeps code and scratch memory for each of the last 1024 shapes
+    it has multiplied; batches of every size would fill that with hundreds of megabytes."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
 def _tiled(x: torch.Tensor, weight: torch.Tensor, packed: bool, tile: int) -> torch.Tensor:
     """The product in calls of exactly ``tile`` rows; tile 0: all rows at once, at most _MAX_ROWS; tile PAIRED: so too,
     but a row alone, which takes another path in the library, gets company."""
     rows = x.shape[0]
     if tile <= 0:
-        if rows == 1 and tile == PAIRED:
-            return _product(x.expand(2, -1).contiguous(), weight, packed)[:1]
-        if rows <= _MAX_ROWS:
+        if rows > _MAX_ROWS:
+            return torch.cat([_tiled(part, weight, packed, tile) for part in x.split(_MAX_ROWS)])
+        size = max(_size(rows) if packed else rows, 2 if tile == PAIRED else 1)
+        if size == rows:
             return _product(x, weight, packed)
-        return torch.cat([_tiled(part, weight, packed, tile) for part in x.split(_MAX_ROWS)])
+        return _product(F.pad(x, (0, 0, 0, size - rows)), weight, packed)[:rows]
     padded = F.pad(x, (0, 0, 0, -rows % tile))
     return torch.cat([_product(part.contiguous(), weight, packed) for part in padded.split(tile)])[:rows]
 
@@ -248,8 +256,6 @@ class LinearWeight:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.plain if self.packed is None else self.packed
         assert weight is not None
-        if self.tile == 0 and len(x) <= _MAX_ROWS:
-            return _product(x, weight, self.packed is not None)
         return _tiled(x, weight, self.packed is not None, self.tile)
 
 

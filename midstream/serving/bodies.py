@@ -7,10 +7,11 @@ that no answer pretends to have followed it.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -53,8 +54,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Options that are not served, with the values (beside null) under which they change nothing."""
 
-TokenId = Annotated[StrictInt, Field(ge=0)]
-_Count = Annotated[StrictInt, Field(ge=0, le=20)]
+
+def _whole(value: Any) -> Any:
+    """4.0 is an integer in JSON; alone or in a list."""
+    if isinstance(value, list):
+        return [_whole(each) for each in value] if float in set(map(type, value)) else value
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+_WHOLE = BeforeValidator(_whole)
+_TokenId = Annotated[StrictInt, Field(ge=0)]
+TokenIds = Annotated[list[_TokenId], _WHOLE]
+_Count = Annotated[StrictInt, Field(ge=0, le=20), _WHOLE]
+_Text = Annotated[str, Field(min_length=1)]
+_T = TypeVar("_T")
+_Some = Annotated[list[_T], Field(min_length=1)]
+_Prompt = Annotated[list[_TokenId], Field(min_length=1), _WHOLE]
 
 
 class Body(BaseModel):
@@ -74,16 +89,16 @@ class Body(BaseModel):
 class SamplingFields(Body):
     """How to sample: vLLM's names, OpenAI's where they differ."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_N), _WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1), _WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1), _WHOLE] | None = None
+    seed: Annotated[StrictInt, Field(ge=0, le=MAX_SEED), _WHOLE] | None = None
+    stop: _Text | list[_Text] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -162,7 +177,7 @@ class RequestFields(Body):
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
     cache_salt: str | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31), _WHOLE] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """An idempotency key too."""
 
@@ -177,7 +192,7 @@ def _prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         found = check(value)
     except ValidationError:
         found = None
-    if found is None or found == [] or (isinstance(found, list) and [] in found):
+    if found is None:
         raise PydanticCustomError(
             "prompt",
             "a prompt is text, token ids (integers >= 0), a list of texts, or a list of lists of ids; not empty",
@@ -186,16 +201,16 @@ def _prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 class CompletionBody(SamplingFields, RequestFields):
-    prompt: Annotated[str | list[TokenId] | list[str] | list[list[TokenId]], WrapValidator(_prompt)]
+    prompt: Annotated[_Text | _Prompt | _Some[_Text] | _Some[_Prompt], WrapValidator(_prompt)]
 
 
 class TemplateFields(Body):
     """Messages and how the chat template turns them into a prompt."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: _Some[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    chat_template: str | None = None
+    chat_template: _Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -224,7 +239,7 @@ class TemplateFields(Body):
 
 class ChatBody(TemplateFields, SamplingFields, RequestFields):
     top_logprobs: _Count | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1), _WHOLE] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -235,7 +250,7 @@ class ChatBody(TemplateFields, SamplingFields, RequestFields):
 class GenerateBody(RequestFields):
     """Tokens in, tokens out."""
 
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: _Prompt
     sampling_params: SamplingFields = Field(default_factory=SamplingFields)
     output_mode: Literal["tokens", "text"] | None = None
     return_details: bool | None = None
@@ -247,14 +262,14 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _Some[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 def _content(content: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import gc
 import inspect
 import json
 import logging
@@ -162,4 +163,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     asyncio.run(server.run(ready))
     print("midstream: ended; every request was answered", flush=True)
+    gc.freeze()  # or the interpreter's end would look through every object of torch once more
     return 0

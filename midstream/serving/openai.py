@@ -32,7 +32,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
         "description": "One document, or events where stream is true",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {},
         },
     },
 }
