@@ -42,7 +42,7 @@ LIMIT_S = 120.0
 """Of one request from its first byte to its last."""
 _PERIOD_S = 2.0
 _TABLES = ("requests", "unread")
-FLAGS = ("--max-num-seqs", "128", "--num-gpu-blocks-override", "2048", "--reattach-s", "1")
+FLAGS = ("--max-num-seqs", "128", "--num-gpu-blocks-override", "1024", "--reattach-s", "1")
 """A cache that is soon used from end to end, and answers that are soon forgotten: what then grows is a leak."""
 
 
