@@ -6,14 +6,12 @@ import asyncio
 import gc
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from bench.load_server import FLAGS, Load, Processes, measured, open_trainer, serve
-from midstream.serving.async_llm import _Stream
 from midstream.serving.jobs import Job
 from servers import MODEL, Served, served
 
@@ -25,12 +23,12 @@ def server() -> Iterator[Served]:
 
 
 def tables(server: Served) -> dict[str, int]:
-    """Every table of the front end, and how many of its objects live anywhere."""
+    """Every table of the front end, and how many of its jobs live anywhere."""
     gc.collect()
     front = server.server.front
-    live = Counter(type(found).__name__ for found in gc.get_objects() if type(found) in (Job, _Stream))
     found = {name: len(getattr(front.jobs, name)) for name in ("_running", "_keyed", "_waiting")}
-    return {**found, **{name: len(getattr(front.llm, name)) for name in ("_streams", "_leaving", "_calls")}, **live}
+    found |= {name: len(getattr(front.llm, name)) for name in ("_streams", "_leaving", "_calls")}
+    return {**found, "live": sum(type(job) is Job and job._jobs is front.jobs for job in gc.get_objects())}
 
 
 def test_streams_beside_updates_and_clients_that_vanish(server: Served, tmp_path: Any) -> None:
