@@ -6,14 +6,12 @@ import asyncio
 import gc
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from bench.load_server import FLAGS, Load, Processes, measured, open_trainer, serve
-from midstream.serving.async_llm import _Stream
 from midstream.serving.jobs import Job
 from servers import MODEL, Served, served
 
@@ -24,19 +22,13 @@ def server() -> Iterator[Served]:
         yield found
 
 
-def living() -> list[Job | _Stream]:
-    """Every request's objects in this process, whosever they are."""
+def tables(server: Served) -> dict[str, int]:
+    """Every table of the front end, and how many of its jobs live anywhere."""
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) in (Job, _Stream)]
-
-
-def tables(server: Served, others: list[Job | _Stream]) -> dict[str, int]:
-    """Every table of the front end, and how many of its objects live anywhere; ``others``: those of servers before."""
     front = server.server.front
-    known = set(map(id, others))
-    live = Counter(type(found).__name__ for found in living() if id(found) not in known)
     found = {name: len(getattr(front.jobs, name)) for name in ("_running", "_keyed", "_waiting")}
-    return {**found, **{name: len(getattr(front.llm, name)) for name in ("_streams", "_leaving", "_calls")}, **live}
+    found |= {name: len(getattr(front.llm, name)) for name in ("_streams", "_leaving", "_calls")}
+    return {**found, "live": sum(type(job) is Job and job._jobs is front.jobs for job in gc.get_objects())}
 
 
 def test_streams_beside_updates_and_clients_that_vanish(server: Served, tmp_path: Any) -> None:
@@ -54,7 +46,6 @@ def test_streams_beside_updates_and_clients_that_vanish(server: Served, tmp_path
 def test_case_117_nothing_is_left_of_cycles_of_updates_requests_and_clients_that_vanish(server: Served) -> None:
     """40 short cycles: tables, file descriptors and threads of both processes are what they were, to the last one."""
     engine = Processes(server.server.front.llm._process.pid)
-    others = living()
 
     async def body() -> None:
         load = Load(server.url)
@@ -64,10 +55,10 @@ def test_case_117_nothing_is_left_of_cycles_of_updates_requests_and_clients_that
         for number in range(40):
             if number in (10, 20, 30):
                 await load.idle()
-                seen.append((tables(server, others), engine.counts(), len(os.listdir("/proc/self/task"))))
+                seen.append((tables(server), engine.counts(), len(os.listdir("/proc/self/task"))))
             await load.cycle(trainer, number, requests=8, aborts=2, vanish=2)
         await load.idle()
-        seen.append((tables(server, others), engine.counts(), len(os.listdir("/proc/self/task"))))
+        seen.append((tables(server), engine.counts(), len(os.listdir("/proc/self/task"))))
         assert sum(seen[0][0].values()) == 0, seen[0]
         assert seen[1:] == seen[:-1], seen
         assert engine.memory_kb() < 600_000
