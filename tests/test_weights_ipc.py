@@ -396,6 +396,7 @@ def test_a_buffer_can_not_be_shrunk_or_mistaken(tmp_path: Path) -> None:
 
 
 def test_no_linux_and_no_memory_are_said_at_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # trainers of other tests
     engine = FakeEngine(random_weights(0))
     fds = num_fds()
 
