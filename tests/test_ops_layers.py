@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -114,6 +115,18 @@ def test_forced_off_the_plain_products_are_used(monkeypatch: pytest.MonkeyPatch)
 def test_the_largest_tile_that_is_row_stable_is_chosen(unstable, wanted: int, monkeypatch) -> None:
     monkeypatch.setattr(layers, "_product", lambda x, w, _: F.linear(x, w) * 0 + unstable(len(x))[:, None] * 1e-3)
     assert layers._choose_tile.__wrapped__(16, 32, torch.float32, False, 1) == wanted
+
+
+@pytest.mark.parametrize("width", [63, 96])
+def test_another_order_of_additions_is_found_though_bf16_hides_it(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that sums a single row from the other end: nearly always the same bf16, and not always."""
+
+    def product(x: torch.Tensor, w: torch.Tensor, _: bool) -> torch.Tensor:
+        terms = (x.float().unsqueeze(1) * w.float()).unbind(-1)
+        return functools.reduce(torch.add, terms[::-1] if len(x) == 1 else terms).to(x.dtype)
+
+    monkeypatch.setattr(layers, "_product", product)
+    assert layers._choose_tile.__wrapped__(8, width, torch.bfloat16, False, 1) == layers.PAIRED
 
 
 @pytest.mark.parametrize("tile", [0, -1, 32, 8, 1])
