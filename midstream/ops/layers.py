@@ -219,6 +219,7 @@ def _choose_tile(rows_out: int, width: int, dtype: torch.dtype, packed: bool, th
     x = torch.randn(131, width, generator=generator).to(dtype)
     weight = torch.randn(min(rows_out, 4096), width, generator=generator).to(dtype)
     x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, mirror], -weight[:, mirror]
+    weight[:, 2 * half :] = 0
     if packed:
         weight = _pack(weight)
     for tile in _TILES[:-1]:
