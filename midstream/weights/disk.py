@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from midstream.config import check_types
-from midstream.errors import InvalidInput, ModelLoadError
-from midstream.models.shards import read_tensors, tensor_files
+from midstream.errors import InvalidInput, ModelLoadError, WeightUpdateError
+from midstream.models.shards import FileChanged, read_tensors, tensor_files
 from midstream.weights import packing
 from midstream.weights.base import (
     TrainerWeightTransferEngine,
@@ -77,6 +77,8 @@ class DiskWeightTransferEngine(WeightTransferEngine):
             raise InvalidInput(f"weight_dir {str(directory)!r} is no directory on the engine's machine")
         try:
             yield from read_tensors(tensor_files(directory))
+        except FileChanged as error:
+            raise WeightUpdateError(f"weight_dir: {error}") from error
         except ModelLoadError as error:
             raise InvalidInput(f"weight_dir: {error}") from error
 
