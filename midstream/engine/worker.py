@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -161,6 +162,10 @@ class Worker:
                 continue
             nbytes = tensor.numel() * tensor.element_size()
             held = staging.put(self.tied.get(name, name), tensor)
+            # as it is held: a cast may overflow. NaN comes through min and max; no copy is made.
+            if held.numel() and not all(map(math.isfinite, torch.stack(torch.aminmax(held)).tolist())):
+                problems.append(WeightUpdateError(f"{name} has NaN or infinity as {dtype_name(held.dtype)}", [name]))
+                continue
             records.append(TensorRecord(name, digest(held), nbytes))  # of our copy: nobody else writes to that
         if problems:
             names = [name for error in problems for name in error.tensors]
