@@ -49,11 +49,12 @@ def tensor_files(directory: Path) -> list[Path]:
     return files
 
 
-def read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+def read_tensors(files: Sequence[Path], max_bytes: float = math.inf) -> Iterator[tuple[str, Any]]:
     """(checkpoint name, torch tensor) of every tensor, in the files' order and otherwise unchecked.
 
     Read, never mapped: a mapped file that another process cuts short kills the reader. ``FileChanged`` if any of the
-    files is not at the end what it was at the start: what was yielded until then may be a mix.
+    files is not at the end what it was at the start: what was yielded until then may be a mix. No tensor may have more
+    than ``max_bytes``.
     """
     before = {file: _identity(file) for file in files}
     for file in files:
@@ -64,7 +65,7 @@ def read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
             raise ModelLoadError(f"{file} can not be read: {error}") from error
         try:
             _require_same(file, before[file], fd)
-            yield from _read_file(file, fd, size=before[file][0])
+            yield from _read_file(file, fd, before[file][0], max_bytes)
         finally:
             os.close(fd)
     for file in files:
@@ -91,7 +92,7 @@ def _require_same(file: Path, before: tuple[int, ...], now: Path | int) -> None:
         raise FileChanged(f"{file} was changed while it was read: write the whole of it first, under a name of its own")
 
 
-def _read_file(file: Path, fd: int, size: int) -> Iterator[tuple[str, Any]]:
+def _read_file(file: Path, fd: int, size: int, max_bytes: float) -> Iterator[tuple[str, Any]]:
     import torch
 
     def fill(buffer: Any, at: int) -> Any:
@@ -117,6 +118,8 @@ def _read_file(file: Path, fd: int, size: int) -> Iterator[tuple[str, Any]]:
     for name, dtype, shape, begin, nbytes in entries:
         if name.endswith(_DERIVED):
             continue
+        if nbytes > max_bytes:
+            raise ModelLoadError(f"{file}: {name} of shape {shape} is larger than any tensor of the model")
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8)
             tensor = memory.view(getattr(torch, dtype)).view(shape)
