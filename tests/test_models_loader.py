@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from collections.abc import Callable
 
@@ -13,7 +14,9 @@ from safetensors.torch import save_file
 from checkpoints import VARIANTS, config_of, random_weights, write_checkpoint
 from midstream.errors import ModelLoadError
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
+from midstream.models.shards import FileChanged, read_tensors
 from midstream.models.weights import EMBEDDING, HEAD, parameter_shapes, stage_all
+from midstream.weights.packing import DTYPES
 
 Weights = dict[str, torch.Tensor]
 
@@ -250,3 +253,122 @@ def test_a_gguf_file_gives_the_tensors_of_the_directory_it_was_made_of(tmp_path:
     for size in (len(whole) // 2, 200, 30):
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
         refused(tmp_path / "cut.gguf", "cut.gguf")
+
+
+def raw(path: pathlib.Path, header: object, data: bytes = b"") -> pathlib.Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(shape: object, begin: object, end: object, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_our_reader_reads_what_their_writer_wrote(tmp_path: pathlib.Path, dtype: torch.dtype) -> None:
+    values = torch.arange(15).to(dtype)
+    tensors = {"a": values.view(3, 5), "empty": values[:0].view(0, 7), "b": values[:1].view(()).clone(), "c": values}
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    found = dict(read_tensors([tmp_path / "x.safetensors"]))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"", b"[]", b"{", b"\xff\xfe", b"[" * 50_000, b'{"a": 1}', b'{"a": {}}', b'{"a": 1' + b"0" * 5000 + b"}"),
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        *({"a": entry([1], 0, 4, "F33")}, {"a": entry(1, 0, 4)}, {"a": entry([1.0], 0, 4)}, {"a": entry([-1], 0, -4)}),
+        *({"a": entry([True], 0, 4)}, {"a": entry(["1"], 0, 4)}, {"a": {**entry([1], 0, 4), "data_offsets": [0]}}),
+        *({"a": entry([2], 0, 4)}, {"a": entry([1], 4, 8)}, {"a": entry([2], 0, 8)}, {"a": entry([0], 0, 0)}),
+        *({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}, {"a": entry([1 << 62, 4], 0, 1 << 66)}, {}),
+        {"a": entry([1], 0, 4), "b": entry([0, 1 << 62, 1 << 62, 1 << 70], 4, 4)},
+    ],
+    ids=lambda header: repr(header)[:60],
+)
+def test_a_header_that_lies_is_a_load_error(tmp_path: pathlib.Path, header: object) -> None:
+    file = raw(tmp_path / "x.safetensors", {"a": entry([1], 0, 4)}, bytes(4))
+    assert torch.equal(dict(read_tensors([file]))["a"], torch.zeros(1))
+    with pytest.raises(ModelLoadError, match="x.safetensors"):
+        list(read_tensors([raw(file, header, bytes(4))]))
+
+
+def test_a_header_longer_than_its_file_takes_no_memory(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "x.safetensors"
+    for nbytes in (1 << 63, 1 << 40, 100_000_001, 200):
+        file.write_bytes(nbytes.to_bytes(8, "little") + bytes(100))
+        with pytest.raises(ModelLoadError, match="no safetensors"):
+            list(read_tensors([file]))
+    file.write_bytes((1 << 39).to_bytes(8, "little"))
+    os.truncate(file, 1 << 40)  # sparse: a header of that length fits
+    with pytest.raises(ModelLoadError, match="no safetensors"):
+        list(read_tensors([file]))
+
+
+def cut(file: pathlib.Path) -> None:
+    os.truncate(file, 1000)
+
+
+def cut_all(file: pathlib.Path) -> None:
+    os.truncate(file, 0)
+
+
+def overwritten(file: pathlib.Path) -> None:
+    size = file.stat().st_size
+    with file.open("r+b") as out:
+        out.seek(size - 100)
+        out.write(bytes(100))
+    os.utime(file, ns=(0, 0))  # whatever the clock's grain
+
+
+def replaced(file: pathlib.Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes())
+    os.replace(other, file)
+
+
+def removed(file: pathlib.Path) -> None:
+    file.unlink()
+
+
+def piped(file: pathlib.Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+CHANGES = [cut, cut_all, overwritten, replaced, removed, piped]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("edit", CHANGES)
+def test_a_file_that_changes_while_it_is_read_is_told(
+    tmp_path: pathlib.Path, edit: Callable[[pathlib.Path], None], which: int
+) -> None:
+    """Also one that was read already or is yet to be: tensors of two versions are no version."""
+    files = [tmp_path / f"{n}.safetensors" for n in range(3)]
+    for file in files:
+        save_file({f"{file.stem}.{n}": torch.ones(1000) for n in range(2)}, file)
+    tensors = read_tensors(files)
+    for _ in range(3):  # in the middle of the second file
+        next(tensors)
+    edit(files[which])
+    with pytest.raises((FileChanged, ModelLoadError), match=f"{which}.safetensors") as caught:
+        list(tensors)
+    assert isinstance(caught.value, FileChanged) or edit is removed
+    with pytest.raises(StopIteration):
+        next(tensors)
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "directory.safetensors").mkdir()
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    (tmp_path / "device.safetensors").symlink_to("/dev/zero")
+    for file in sorted(tmp_path.iterdir()):
+        with pytest.raises(ModelLoadError, match=f"{file.name} can not be read"):
+            list(read_tensors([file]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -112,6 +114,10 @@ def test_shards_and_what_is_wrong_with_a_directory(models: pathlib.Path, tmp_pat
         index.write_text(whole.replace("b.safetensors", "c.safetensors"))
         refused("lacks the shards c.safetensors")
         index.write_text(whole)
+        sparse = b'{"a":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}' % (1 << 38, 1 << 40)
+        (tmp_path / "b.safetensors").write_bytes(len(sparse).to_bytes(8, "little") + sparse)
+        os.truncate(tmp_path / "b.safetensors", 8 + len(sparse) + (1 << 40))
+        refused("larger than any tensor of the model")
         (tmp_path / "b.safetensors").write_bytes(b"no tensors")
         refused("can not be read")
         save_file({n: W1[n] for n in names[5:-1]}, tmp_path / "b.safetensors")
@@ -119,6 +125,41 @@ def test_shards_and_what_is_wrong_with_a_directory(models: pathlib.Path, tmp_pat
         save_file({**{n: W1[n] for n in names[5:]}, "nobody": torch.zeros(2)}, tmp_path / "b.safetensors")
         refused("nobody is no tensor", WeightUpdateError)
         save_file({n: W1[n] for n in names[5:]}, tmp_path / "b.safetensors")
+        llm.update_weights({"weight_dir": str(tmp_path)})
+        assert held(llm) == digests_of(W1)
+
+
+@pytest.mark.parametrize("edit", ["cut", "overwritten", "replaced"])
+def test_a_directory_that_changes_while_it_is_read_is_no_update(
+    models: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, edit: str
+) -> None:
+    """A file cut short under its reader, and one that would be committed as half of the old and half of the new."""
+    file = tmp_path / "model.safetensors"
+    save_file(W1, file)
+    whole, preadv = file.read_bytes(), os.preadv
+    num_reads = itertools.count()
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if next(num_reads) == 6:
+            if edit == "replaced":
+                file.unlink()
+            file.write_bytes(whole[:1000] if edit == "cut" else whole)
+        return preadv(fd, buffers, offset)
+
+    with LLM(str(models / "w0"), num_blocks=64) as llm:
+        before = ask(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", read)
+            with pytest.raises(WeightUpdateError, match="while it was read"):
+                llm.update_weights({"weight_dir": str(tmp_path)})
+        assert next(num_reads) > 6
+        assert ask(llm) == before and llm.status()["update"] is None and llm.status()["number"] == 0
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(InvalidInput, match="no regular file"):
+            llm.update_weights({"weight_dir": str(tmp_path)})
+        file.unlink()
+        file.write_bytes(whole)
         llm.update_weights({"weight_dir": str(tmp_path)})
         assert held(llm) == digests_of(W1)
 

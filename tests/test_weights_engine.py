@@ -308,15 +308,46 @@ def test_case_040_two_hundred_updates_leave_both_sides_flat(background: Any) -> 
     trainer.shutdown()
 
 
-def test_weights_that_are_not_numbers_fail_requests_and_not_the_engine(models: pathlib.Path) -> None:
+def test_weights_that_overflow_fail_requests_and_not_the_engine(models: pathlib.Path) -> None:
     with LLM(str(models / "w0"), num_blocks=64) as llm:
-        trainer = connect(llm, {name: torch.full_like(tensor, torch.nan) for name, tensor in W0.items()})
+        trainer = connect(llm, {name: torch.full_like(t, 3e38) if "norm" in name else t for name, t in W0.items()})
         trainer.send_weights("broken")
         with pytest.raises(MidstreamError, match="the step failed"):
             ask(llm)
         trainer.source = DictSource(W1)  # type: ignore[assignment]
         trainer.send_weights("mended")
         assert ask(llm) == reference(models, "w1")
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [0, 1, 777, -1])
+def test_one_element_that_is_no_number_refuses_the_update(models: pathlib.Path, value: float, at: int) -> None:
+    """Committed, it would fail every request in flight."""
+    with LLM(str(models / "w0"), num_blocks=64) as llm:
+        before = ask(llm)
+        broken = {name: tensor.clone() for name, tensor in W1.items()}
+        for name in (EMBEDDING, "model.norm.weight"):
+            broken[name].view(-1)[at % broken[name].numel()] = value
+        trainer = connect(llm, broken, packed_buffer_size_bytes=1 << 20)
+        with pytest.raises(WeightUpdateError, match="NaN or infinity") as caught:
+            trainer.send_weights("broken")
+        assert caught.value.tensors == [EMBEDDING, "model.norm.weight"]
+        assert ask(llm) == before and llm.status()["number"] == 0
+        trainer.shutdown()
+
+
+def test_a_cast_that_overflows_refuses_the_update(models: pathlib.Path) -> None:
+    with LLM(str(models / "w0"), num_blocks=64) as llm:
+        wide = {name: tensor.double() for name, tensor in W1.items()}
+        wide[EMBEDDING][3, 5] = 1e300
+        trainer = connect(llm, wide)
+        session = llm.start_weight_update(cast="allow")
+        with pytest.raises(WeightUpdateError, match="infinity as float32"):
+            trainer.transfer(session["session_id"])
+        wide[EMBEDDING][3, 5] = 1.0
+        trainer.transfer(llm.start_weight_update(cast="allow")["session_id"])
+        assert llm.finish_weight_update()["number"] == 1
         trainer.shutdown()
 
 

@@ -246,7 +246,7 @@ def test_a_trainer_whose_update_is_refused_hears_why_and_the_next_init_works(mod
         trainer = connect(llm, {**W1, "nobody": torch.zeros(1 << 22)})
         with pytest.raises(WeightUpdateError, match="nobody is no tensor of this model"):
             trainer.send_weights(manifest=False)
-        trainer.source = DictSource(W1)  # read to its end: the channel lives
+        trainer = connect(llm, W1)  # nothing of it was read, so the channel is gone
         assert trainer.send_weights()["number"] == 1
         # one whose bytes nobody can count breaks the channel off, at both ends, at once
         trainer.source = Strange(W0, "float31")
@@ -453,6 +453,79 @@ def test_a_refused_update_takes_its_bytes_with_it(models: pathlib.Path, pool: Th
         shim.close(group)
 
 
+@pytest.mark.parametrize("sent", ["one byte", "float64", "after the answer"])
+def test_bytes_that_nobody_announced_fail_the_update_that_left_them(
+    models: pathlib.Path, pool: ThreadPoolExecutor, sent: str
+) -> None:
+    """Read as the beginning of the next update they would make another model of it, without a word."""
+    with engine(models / "w0") as llm:
+        before = ask(llm)
+        for _ in range(2):
+            (connection,) = open_channel(llm, Shim(False), pool)
+            tensors = {n: t.double() for n, t in W1.items()} if sent == "float64" else W1
+            data = b"".join(t.numpy().tobytes() for t in tensors.values()) + b"\1" * (sent == "one byte")
+            llm.start_weight_update()
+            connection.sendall(data)
+            if sent == "after the answer":
+                llm.update_weights({"update_info": info_of(W1)})
+                connection.sendall(b"\1")
+            with pytest.raises(WeightUpdateError, match="more bytes than its update_info announced"):
+                if sent == "after the answer":
+                    llm.finish_weight_update()
+                else:
+                    llm.update_weights({"update_info": info_of(W1)})
+            assert llm.status()["update"] is None and llm.status()["number"] == 0 and ask(llm) == before
+            llm.start_weight_update()
+            with pytest.raises(Conflict, match="more bytes than .* announced: init again"):
+                llm.update_weights({"update_info": info_of(W1)})
+            connection.close()
+
+
+def test_an_update_from_disk_does_not_mind_the_channel(models: pathlib.Path, pool: ThreadPoolExecutor) -> None:
+    with engine(models / "w0") as llm:
+        (connection,) = open_channel(llm, Shim(False), pool)
+        data = b"".join(t.numpy().tobytes() for t in W2.values())
+        connection.sendall(data)  # early, for the update after the next
+        llm.update_weights({"weight_dir": str(models / "w1")})
+        assert held(llm) == digests_of(W1)
+        llm.update_weights({"update_info": info_of(W2)})
+        assert held(llm) == digests_of(W2)
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "shape", [[10**13], [10**19], [10**30], [2**31, 2**31, 2**31], [0, 2**62, 2**62], [0], [], [1] * 200]
+)
+def test_an_announced_shape_is_checked_before_memory_is_taken(
+    models: pathlib.Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, shape: list[int]
+) -> None:
+    with engine(models / "w0") as llm:
+        before = ask(llm)
+        (connection,) = open_channel(llm, Shim(False), pool)
+        info = info_of(W1)
+        info["shapes"][0] = shape
+        info["dtype_names"][1] = "float64"
+        for own in (False, True):
+            if own:
+                llm.start_weight_update()
+            with pytest.raises(WeightUpdateError, match="shape") as caught:
+                llm.update_weights({"update_info": info})
+            assert caught.value.tensors == info["names"][:2]
+        assert ask(llm) == before and llm.status()["update"] is None
+        assert connection.recv(1) == b""  # the trainer sees it at once
+        connection.close()
+
+
+@pytest.mark.parametrize("address", ["a" * 300, "..", ".a", "\ud800", "a..b", "no.such.host.invalid", "\0"])
+def test_an_address_that_is_none_is_bad_input(address: str) -> None:
+    worker = NCCLWeightTransferEngine({}, {"timeout_s": 0.2})
+    info = {"master_address": address, "master_port": free_port()}
+    with pytest.raises(InvalidInput, match="master_address"):
+        worker.init_transfer_engine(worker.parse_init_info(info))
+    with pytest.raises(InvalidInput, match="can not listen|master_address"):
+        connect(FakeEngine(fake_weights(0), backend="nccl"), fake_weights(1), master_address=address)
+
+
 @pytest.mark.parametrize(
     ("info", "match"),
     [
@@ -460,6 +533,8 @@ def test_a_refused_update_takes_its_bytes_with_it(models: pathlib.Path, pool: Th
         ({"master_address": "127.0.0.1"}, "master_address and master_port"),
         ({"master_address": "127.0.0.1", "master_port": 70000}, "master_port must be in"),
         ({"master_address": "127.0.0.1", "master_port": "x"}, "master_port must be in"),
+        ({"master_address": "127.0.0.1", "master_port": "9" * 5000}, "master_port must be in"),
+        ({"master_address": "127.0.0.1", "master_port": 5, "timeout_s": 1e300}, "timeout_s must be a positive"),
         ({"master_address": "127.0.0.1", "master_port": True}, "master_port must be in"),
         ({"master_address": "127.0.0.1", "master_port": 5, "world_size": 1}, "rank 0 is the trainer"),
         ({"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 2}, "rank_offset must be in"),

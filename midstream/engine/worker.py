@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
 from midstream.models.weights import EMBEDDING, HEAD, ModelWeights, Staging, parameter_shapes, stage_all
 from midstream.ops.numerics import fingerprint
 from midstream.types import ModelRunnerOutput, ParamMeta, SchedulerOutput
-from midstream.weights.base import WeightTransferEngine, worker_engines
+from midstream.weights.base import TensorList, WeightTransferEngine, worker_engines
 from midstream.weights.manifest import digest
 from midstream.weights.packing import dtype_name
 from midstream.weights.session import TensorRecord
@@ -79,6 +80,8 @@ class Worker:
         self.completed: collections.deque[Callable[[], None]] = collections.deque()
         self._offloaded: dict[str, torch.Tensor] = {}
         self._staging: Staging | None = None
+        self._sources: set[WeightTransferEngine] = set()
+        """What the staged chunks came through."""
         self._next: ModelWeights | None = None
         self._wake = wake
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Then] | None] = queue.SimpleQueue()
@@ -118,12 +121,16 @@ class Worker:
 
         def read() -> Iterable[tuple[str, torch.Tensor]]:
             try:
-                return transfer.receive_weights(transfer.parse_update_info(update_info))
+                info = transfer.parse_update_info(update_info)
+                if isinstance(info, TensorList):  # before memory is taken for what it announces
+                    _require([_problem(check, meta.name, meta.dtype, meta.shape) for meta in info.metas])
+                return transfer.receive_weights(info)
             except Exception:
                 transfer.interrupt()  # the bytes this could not describe are nobody else's
                 raise
 
         self._submit_stage(read, check, then)
+        self._sources.add(transfer)
 
     def receive_zeros(self, check: Check, then: Then) -> None:
         """Stage a model of zeros. Its value: the list of TensorRecord."""
@@ -132,14 +139,22 @@ class Worker:
         self._submit_stage(lambda: read, check, then)
 
     def _submit_stage(self, read: Callable[[], Iterable[tuple[str, torch.Tensor]]], check: Check, then: Then) -> None:
-        staging = self._staging = self._staging or self._new_staging()
+        if self._staging is None:
+            self._staging, self._sources = self._new_staging(), set()
+        staging = self._staging
         self._submit(lambda: self._stage(staging, read(), check), then)
 
     def prepare(self, then: Then) -> None:
         """Settle fused, tied and packed forms of everything staged. Its value is what :meth:`prepared` takes."""
-        staging, live = self._staging, self.weights
+        staging, live, sources = self._staging, self.weights, self._sources
         assert staging is not None
-        self._submit(lambda: staging.finalize(live), then)
+
+        def settle() -> ModelWeights:
+            for transfer in sources:
+                transfer.require_drained()
+            return staging.finalize(live)
+
+        self._submit(settle, then)
 
     def hash_weights(self, then: Then) -> None:
         """Its value: the digest of every tensor really held, by checkpoint name."""
@@ -151,20 +166,21 @@ class Worker:
     def _stage(
         self, staging: Staging, tensors: Iterable[tuple[str, torch.Tensor]], check: Check
     ) -> list[TensorRecord]:
-        problems: list[WeightUpdateError] = []
+        problems: list[WeightUpdateError | None] = []
         records: list[TensorRecord] = []
         for name, tensor in tensors:
-            try:
-                check(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-            except WeightUpdateError as error:
-                problems.append(error)
+            problem = _problem(check, name, dtype_name(tensor.dtype), tuple(tensor.shape))
+            problems.append(problem)
+            if problem is not None:
                 continue
             nbytes = tensor.numel() * tensor.element_size()
             held = staging.put(self.tied.get(name, name), tensor)
+            # as it is held: a cast may overflow. NaN comes through min and max; no copy is made.
+            if held.numel() and not all(map(math.isfinite, torch.stack(torch.aminmax(held)).tolist())):
+                problems.append(WeightUpdateError(f"{name} has NaN or infinity as {dtype_name(held.dtype)}", [name]))
+                continue
             records.append(TensorRecord(name, digest(held), nbytes))  # of our copy: nobody else writes to that
-        if problems:
-            names = [name for error in problems for name in error.tensors]
-            raise WeightUpdateError("; ".join(error.message for error in problems), names)
+        _require(problems)
         return records
 
     # -- the transaction's end ---------------------------------------------------------------------------------
@@ -230,3 +246,19 @@ class Worker:
                     value.__cause__ = error
                 self.completed.append(functools.partial(then, value))
                 self._wake()
+
+
+def _problem(check: Check, name: str, dtype: str, shape: Sequence[int]) -> WeightUpdateError | None:
+    try:
+        check(name, dtype, shape)
+    except WeightUpdateError as error:
+        return error
+    return None
+
+
+def _require(problems: Iterable[WeightUpdateError | None]) -> None:
+    """Raise all of them as one."""
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        names = [name for problem in found for name in problem.tensors]
+        raise WeightUpdateError("; ".join(problem.message for problem in found), names)

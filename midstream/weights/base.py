@@ -90,6 +90,10 @@ class WeightTransferEngine(ABC):
         """From the core's thread: an ``update_weights`` was refused, or is no longer wanted. A backend whose bytes
         travel beside the verbs ends what reads them and drops the channel, so that they reach no other update."""
 
+    def require_drained(self) -> None:  # noqa: B027 (as above)
+        """After an update's last chunk, before its commit: ``WeightUpdateError`` if bytes came that no chunk announced,
+        and the channel is dropped."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Let go of the channel. May be called twice."""
@@ -241,9 +245,7 @@ class Registry(Generic[T]):
         try:
             found = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
         except (ImportError, AttributeError, ValueError) as error:
-            raise InvalidInput(
-                f"{self._base.__name__} {entry!r} can not be loaded as module:Class: {error}"
-            ) from error
+            raise InvalidInput(f"{self._base.__name__} {entry!r} can not be loaded as module:Class: {error}") from error
         if not (isinstance(found, type) and issubclass(found, self._base)):
             raise InvalidInput(f"{key!r} is not a subclass of {self._base.__name__}, named as module:Class: {found!r}")
         return found

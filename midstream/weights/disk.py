@@ -6,6 +6,7 @@ The worker half is also what ``update_weights {"weight_dir": …}`` uses under a
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from midstream.config import check_types
-from midstream.errors import InvalidInput, ModelLoadError
-from midstream.models.shards import read_tensors, tensor_files
+from midstream.errors import InvalidInput, ModelLoadError, WeightUpdateError
+from midstream.models.shards import FileChanged, read_tensors, tensor_files
 from midstream.weights import packing
 from midstream.weights.base import (
     TrainerWeightTransferEngine,
@@ -75,8 +76,11 @@ class DiskWeightTransferEngine(WeightTransferEngine):
         directory = Path(update_info.weight_dir)
         if not directory.is_dir():
             raise InvalidInput(f"weight_dir {str(directory)!r} is no directory on the engine's machine")
+        most = 8 * max((math.prod(meta.shape) for meta in self.params.values()), default=0)  # of the widest dtype
         try:
-            yield from read_tensors(tensor_files(directory))
+            yield from read_tensors(tensor_files(directory), most)
+        except FileChanged as error:
+            raise WeightUpdateError(f"weight_dir: {error}") from error
         except ModelLoadError as error:
             raise InvalidInput(f"weight_dir: {error}") from error
 

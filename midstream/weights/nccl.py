@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import socket
 import threading
 import time
@@ -44,6 +43,8 @@ from midstream.weights.source import paired
 DEFAULT_TIMEOUT_S = 30.0
 _SLOWEST_BYTES_PER_S = 1 << 20
 """A whole update may take its timeout_s plus its bytes at this rate: a trickle of bytes can not hold it for ever."""
+_MAX_TIMEOUT_S = 1e6
+"""Well below what a socket can be told."""
 _RETRY_S = 0.05
 _SEND_BYTES = 1 << 20
 
@@ -73,6 +74,7 @@ class NCCLInitInfo:
             raise InvalidInput(
                 f"master_address and master_port are needed, got {self.master_address!r} and {self.master_port!r}"
             )
+        _check_address(self.master_address)
         _check_port(self.master_port, lowest=1)
         if not (type(self.world_size) is type(self.rank_offset) is int and 1 <= self.rank_offset < self.world_size):
             raise InvalidInput(
@@ -111,6 +113,7 @@ class NCCLTrainerInitInfo:
     """Longest wait for the workers to connect, for the engine to take bytes, and for its answer after the last one."""
 
     def __post_init__(self) -> None:
+        _check_address(self.master_address)
         _check_port(self.master_port, lowest=0)
         if type(self.world_size) is not int or self.world_size < 2:
             raise InvalidInput(f"world_size must be at least 2 (the trainer and a worker), got {self.world_size!r}")
@@ -188,10 +191,27 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
                 self._fill(connection, bytes_of[:nbytes], deadline, metas, num_done)
                 num_done += 1
                 yield meta.name, packing.read(memory, packing.Slot(meta, 0, nbytes))
+            self.require_drained()
         finally:
             if num_done < len(metas):  # what is left of it must not be taken for the next one
                 self._close("an update was not read to its end")
                 connection.close()
+
+    def require_drained(self) -> None:
+        """Between a chunk's last byte and the answer to it a trainer sends nothing: what lies here would be taken for
+        the beginning of the next update, which would be wrong and fit."""
+        with self._lock:
+            if self._socket is None:
+                return
+            self._socket.setblocking(False)
+            try:
+                is_drained = not self._socket.recv(1, socket.MSG_PEEK)
+            except OSError:  # nothing there; or lost, which the next chunk will say
+                is_drained = True
+        if not is_drained:
+            why = "the trainer (rank 0) sent more bytes than its update_info announced"
+            self._close(why)
+            raise WeightUpdateError(f"update: {why} (a tensor too many, or a wider dtype?); init again")
 
     def _fill(
         self, connection: socket.socket, view: memoryview, deadline: float, metas: list[ParamMeta], num_done: int
@@ -320,8 +340,17 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+def _check_address(address: object) -> None:
+    try:
+        is_one = isinstance(address, str) and "\0" not in address and address.encode("idna") != b""
+    except UnicodeError:  # what a look-up would raise, where an OSError is expected
+        is_one = False
+    if not is_one:
+        raise InvalidInput(f"master_address {address!r} is no host name and no IP address")
+
+
 def _check_port(port: object, lowest: int) -> None:
-    number = int(port) if isinstance(port, str) and port.isdecimal() else port
+    number = int(port) if isinstance(port, str) and port.isdecimal() and len(port) <= 5 else port
     if type(number) is not int or not lowest <= number <= 65535:
         raise InvalidInput(f"master_port must be in [{lowest}, 65535], got {port!r}")
 
@@ -329,5 +358,5 @@ def _check_port(port: object, lowest: int) -> None:
 def _check_timeout(timeout_s: object) -> None:
     if timeout_s is None:
         return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise InvalidInput(f"timeout_s must be a positive number, got {timeout_s!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise InvalidInput(f"timeout_s must be a positive number up to {_MAX_TIMEOUT_S:g}, got {timeout_s!r}")
