@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from checkpoints import random_weights, write_checkpoint
-from cores import LIMIT_S, TINY, digests_of
+from cores import LIMIT_S, TINY, Driver, digests_of
 from fakes_weights import VERBS, DictSource, PipeClient
 from midstream.errors import EngineDead, MidstreamError, UpdateConflict, WeightUpdateError, to_wire
 from midstream.models.weights import EMBEDDING, HEAD
@@ -306,6 +306,28 @@ def test_case_040_two_hundred_updates_leave_both_sides_flat(background: Any) -> 
         assert (fds_after, threads_after) == (fds, threads) and rss_after - rss < 6 << 20
     assert set(os.listdir("/dev/shm")) == shm
     trainer.shutdown()
+
+
+@pytest.fixture
+def driver(models: pathlib.Path) -> Iterator[Driver]:
+    made = Driver(models / "w0", update_lease_s=10.0)
+    yield made
+    made.close()
+
+
+def test_a_whole_update_in_one_call_is_refused_while_another_s_is_open(driver: Driver, models: pathlib.Path) -> None:
+    """Its label and policy would be lost. Without them it can not be told from a chunk, and is one."""
+    request = {"weight_dir": str(models / "w1")}
+    session = driver.now("start_weight_update")["session_id"]
+    for options in ({"weight_version": "v7"}, {"kv_policy": "keep"}, {"weight_version": "v7", "kv_policy": "keep"}):
+        error = driver.error(driver.call("update_weights", request={**request, **options}))
+        assert isinstance(error, UpdateConflict) and error.details["session_id"] == session
+        assert error.details["age_s"] >= 0 and all(name in str(error) for name in (*options, "abort_weight_update"))
+    assert driver.core.status()["update"]["updated"] == 0
+    assert driver.now("update_weights", request={**request, "weight_version": None})["received"] == len(W1)
+    assert driver.now("finish_weight_update", weight_version="a")["version"] == "a"
+    reply = driver.now("update_weights", request={**request, "weight_version": "v7", "kv_policy": "keep"})
+    assert (reply["version"], reply["kv_policy"], reply["number"]) == ("v7", "keep", 2)
 
 
 def test_weights_that_are_not_numbers_fail_requests_and_not_the_engine(models: pathlib.Path) -> None:

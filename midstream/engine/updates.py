@@ -105,7 +105,8 @@ class WeightUpdates:
         """Stage one chunk beside the steps; answered when it is staged. Without a start: answered when it serves.
 
         ``{"update_info": {…}}`` through the configured backend, or ``{"weight_dir": path}`` from disk. The latter, on
-        its own, is cast like a checkpoint at start-up; ``weight_version`` and ``kv_policy`` as for finish.
+        its own, is cast like a checkpoint at start-up; ``weight_version`` and ``kv_policy`` as for finish, and refused
+        while an update is open, which would ignore them.
         """
         worker, request = self._core.worker, request or {}
         if "weight_dir" in request:
@@ -120,6 +121,12 @@ class WeightUpdates:
                 self._start(None, "allow" if transfer is worker.disk else None)
                 self._finishing = finishing
             else:
+                options = [f for f in ("weight_version", "kv_policy") if request.get(f) is not None]
+                if options and self.session.is_open:
+                    remedy = "finish takes them; a whole update in one call waits for its end, or abort_weight_update"
+                    raise self.session.conflict(
+                        time.monotonic(), f"a chunk of it takes no {' and no '.join(options)}: {remedy}"
+                    )
                 self.session.require_open(info.get("update"))
                 if self._finishing:
                     raise UpdateConflict(f"weight update {self.session.session_id} is finishing: no more chunks")
