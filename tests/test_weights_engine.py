@@ -18,7 +18,7 @@ import torch
 from checkpoints import random_weights, write_checkpoint
 from cores import LIMIT_S, TINY, Driver, digests_of
 from fakes_weights import VERBS, DictSource, PipeClient
-from midstream.errors import EngineDead, MidstreamError, UpdateConflict, WeightUpdateError, to_wire
+from midstream.errors import Conflict, EngineDead, MidstreamError, UpdateConflict, WeightUpdateError, to_wire
 from midstream.models.weights import EMBEDDING, HEAD
 from midstream.serving.async_llm import AsyncLLM
 from midstream.serving.llm import LLM
@@ -328,6 +328,28 @@ def test_a_whole_update_in_one_call_is_refused_while_another_s_is_open(driver: D
     assert driver.now("finish_weight_update", weight_version="a")["version"] == "a"
     reply = driver.now("update_weights", request={**request, "weight_version": "v7", "kv_policy": "keep"})
     assert (reply["version"], reply["kv_policy"], reply["number"]) == ("v7", "keep", 2)
+
+
+@pytest.mark.parametrize("clear_cache, wrong", [(False, "recompute"), (True, "keep")])
+def test_a_one_call_update_whose_finish_fails_leaves_nothing(
+    driver: Driver, models: pathlib.Path, clear_cache: bool, wrong: str
+) -> None:
+    request = {"weight_dir": str(models / "w1")}
+    driver.pause("keep", clear_cache)
+    for _ in range(2):
+        with pytest.raises(Conflict, match="the pause demands .* and the finish named the other"):
+            driver.now("update_weights", request={**request, "kv_policy": wrong})
+        assert driver.core.status()["update"] is None and driver.digests() == digests_of(W0)
+    assert driver.now("update_weights", request=request)["number"] == 1
+    # one with a start stays prepared: its trainer finishes it again
+    driver.now("start_weight_update")
+    driver.now("update_weights", request=request)
+    with pytest.raises(Conflict, match="named the other"):
+        driver.now("finish_weight_update", kv_policy=wrong)
+    assert driver.core.status()["update"]["state"] == "prepared"
+    assert driver.now("finish_weight_update")["number"] == 2
+    driver.resume()
+    assert driver.now("update_weights", request={**request, "kv_policy": wrong})["kv_policy"] == wrong
 
 
 def test_weights_that_are_not_numbers_fail_requests_and_not_the_engine(models: pathlib.Path) -> None:

@@ -34,6 +34,8 @@ class _Finishing:
     op: int
     label: str | None
     kv_policy: KVPolicy | None
+    own: bool = False
+    """Its update is this one call: nobody could finish it again, so a finish that fails drops it."""
     only_paused: bool = False
     is_preparing: bool = False
     prepared_at: float = 0.0
@@ -119,6 +121,7 @@ class WeightUpdates:
             if own:
                 finishing = self._finishing_of(op, request.get("weight_version"), request.get("kv_policy"))
                 self._start(None, "allow" if transfer is worker.disk else None)
+                finishing.own = True
                 self._finishing = finishing
             else:
                 options = [f for f in ("weight_version", "kv_policy") if request.get(f) is not None]
@@ -139,7 +142,7 @@ class WeightUpdates:
         """All weights to zero, as a commit of its own; only while a pause holds."""
         if self._core.protocol.phase != "paused":
             raise Conflict("weight_checker reset needs a completed pause: call pause_generation first")
-        finishing = _Finishing(op, "reset", None, only_paused=True)
+        finishing = _Finishing(op, "reset", None, own=True, only_paused=True)
         self._start("full", None)
         self._finishing = finishing
         worker = self._core.worker
@@ -270,7 +273,7 @@ class WeightUpdates:
         try:
             self._core.act(self._core.protocol.finish_update(finishing.op, finishing.kv_policy))
         except MidstreamError as error:
-            self._finishing = None
+            self.finish_refused(finishing.op)
             self._core.fail(finishing.op, error)
 
     def commit(self, op: Any, policy: KVPolicy) -> None:
@@ -293,9 +296,13 @@ class WeightUpdates:
         core.reply(op, {**summary, **core.version(), "kv_policy": policy, **times})
 
     def finish_refused(self, op: Any) -> None:
-        """The protocol failed the finish (a pause it belonged to was undone); the update stays prepared."""
-        if self._finishing and self._finishing.op == op:
+        """The protocol failed the finish, and answers it (a pause demands the other policy): the update stays prepared
+        for another finish, unless it was one call."""
+        finishing = self._finishing
+        if finishing and finishing.op == op:
             self._finishing = None
+            if finishing.own:
+                self._discard("its finish was refused")
 
     def watch_lease(self, now: float) -> None:
         """Drop an update whose trainer has fallen silent."""
@@ -310,17 +317,20 @@ class WeightUpdates:
 
     def _drop(self, reason: str, answer: MidstreamError | None = None) -> None:
         """End the open update, answer whoever waits for its finish, keep serving what is served."""
-        self.session.abort(reason)
         self._is_broken_off = self._finishing is None
-        for transfer in set(self._in_flight):
-            transfer.interrupt()
-        self._core.worker.discard()
+        self._discard(reason)
         finishing, self._finishing = self._finishing, None
         held = self._core.protocol.cancel_update(reason)
         if held:
             self._core.act(held)
         elif finishing is not None:
             self._core.fail(finishing.op, answer or UpdateConflict(f"the weight update was aborted: {reason}"))
+
+    def _discard(self, reason: str) -> None:
+        self.session.abort(reason)
+        for transfer in set(self._in_flight):
+            transfer.interrupt()
+        self._core.worker.discard()
 
     def _is_current(self, session_id: str | None) -> bool:
         return self.session.is_open and self.session.session_id == session_id
