@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from midstream.metrics import ServerMetrics
+from midstream.serving.async_llm import AsyncLLM
+from midstream.serving.jobs import Jobs
+from midstream.serving.settings import ServerSettings
 from servers import LIMIT_S, Served, events, lines_of, served
 
 LONG = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "return_token_ids": True}
@@ -204,6 +208,16 @@ def test_what_was_aborted_is_not_kept() -> None:
 
         for path in ("/pause?mode=abort", "/abort_requests"):
             asyncio.run(run(path))
+
+
+def test_closing_over_an_engine_that_does_not_answer_ends_in_time() -> None:
+    class Stuck:
+        async def abort_requests(self, request_ids: None) -> None:
+            await asyncio.Event().wait()
+
+    jobs = Jobs(cast(AsyncLLM, Stuck()), ServerSettings(shutdown_s=0.01), ServerMetrics())
+    asyncio.run(asyncio.wait_for(jobs.close(), LIMIT_S))
+    assert jobs.is_closing
 
 
 def test_what_failed_is_not_kept(server: Served) -> None:

@@ -275,7 +275,7 @@ class Jobs:
         """Take no more; end everything with what it has, so that whoever waits gets an answer. Bounded."""
         self.is_closing = True
         jobs = list(self._running.values())
-        with contextlib.suppress(MidstreamError):
+        with contextlib.suppress(MidstreamError, TimeoutError):
             async with asyncio.timeout(self.settings.shutdown_s):
                 await self.llm.abort_requests(None)
         if jobs:
