@@ -412,7 +412,7 @@ def test_late_chunks_of_an_update_that_ended_are_refused_for_one_lease(
     def refused(session: str) -> None:
         for request in (late, {**late, "weight_version": "v"}):
             error = driver.error(driver.call("update_weights", request=request))
-            assert isinstance(error, UpdateConflict) and f"weight update {session} has ended (" in str(error)
+            assert isinstance(error, UpdateConflict) and f"weight update {session} is aborted (" in str(error)
             assert re.search(r"for (9|10)\.\d s more", str(error)) and "start_weight_update" in str(error)
 
     session = broken_off()

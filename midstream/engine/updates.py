@@ -319,7 +319,7 @@ class WeightUpdates:
         finishing, self._finishing = self._finishing, None
         if finishing is None or not finishing.own:
             until = time.monotonic() + self.session.lease_s
-            self._broken_off = until, f"{self.session.session_id} has ended ({self.session.reason})"
+            self._broken_off = until, f"{self.session.session_id} is aborted ({self.session.reason})"
         held = self._core.protocol.cancel_update(reason)
         if held:
             self._core.act(held)
