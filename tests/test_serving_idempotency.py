@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from midstream.metrics import ServerMetrics
+from midstream.serving.async_llm import AsyncLLM
+from midstream.serving.jobs import Jobs
+from midstream.serving.settings import ServerSettings
 from servers import LIMIT_S, Served, events, lines_of, served
 
 LONG = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "return_token_ids": True}
@@ -169,6 +173,51 @@ def test_a_keyed_request_runs_on_while_nobody_reads(server: Served) -> None:
             assert (await http.get("/status")).json()["num_sampled_tokens"] == before
 
     asyncio.run(run())
+
+
+def test_what_was_aborted_is_not_kept() -> None:
+    """Who reads while it runs gets what there is; who asks again later, the whole, also if nobody read it."""
+    with served(reattach_s=600.0) as server:
+
+        async def run(path: str) -> None:
+            joined = server.metric("midstream_requests_reattached_total") + 2
+            unread = server.status()["server"]["unread"]
+            async with client(server) as http:
+                await http.post("/pause?mode=keep")
+                asked = {**LONG, "prompt": ["abc", "d"], "n": 2, "max_tokens": 20, "request_id": f"cut-{path}"}
+                alone = {**LONG, "max_tokens": 20, "request_id": f"unread-{path}"}
+                readers = [asyncio.create_task(http.post("/v1/completions", json=asked)) for _ in range(3)]
+                leaver = asyncio.create_task(http.post("/v1/completions", json=alone))
+                await until(http, lambda s: s["held"] == 5 and s["server"]["requests"] == 2)
+                while f"midstream_requests_reattached_total {joined}" not in (await http.get("/metrics")).text:
+                    pass
+                leaver.cancel()
+                await asyncio.gather(leaver, return_exceptions=True)
+                await until(http, lambda s: s["server"]["unread"] == unread + 1)
+                await http.post(path)
+                found = [r.json() for r in await asyncio.gather(*readers)]
+                assert found[0] == found[1] == found[2]
+                assert {c["finish_reason"] for c in found[0]["choices"]} == {"abort"}
+                status = await until(http, lambda s: not s["server"]["requests"])
+                assert status["server"]["unread"] == unread
+                await http.post("/resume")
+                for body in (asked, alone):
+                    whole = (await http.post("/v1/completions", json=body)).json()
+                    assert {c["finish_reason"] for c in whole["choices"]} == {"length"}
+                    assert (await http.post("/v1/completions", json=body)).json() == whole  # which is kept
+
+        for path in ("/pause?mode=abort", "/abort_requests"):
+            asyncio.run(run(path))
+
+
+def test_closing_over_an_engine_that_does_not_answer_ends_in_time() -> None:
+    class Stuck:
+        async def abort_requests(self, request_ids: None) -> None:
+            await asyncio.Event().wait()
+
+    jobs = Jobs(cast(AsyncLLM, Stuck()), ServerSettings(shutdown_s=0.01), ServerMetrics())
+    asyncio.run(asyncio.wait_for(jobs.close(), LIMIT_S))
+    assert jobs.is_closing
 
 
 def test_what_failed_is_not_kept(server: Served) -> None:

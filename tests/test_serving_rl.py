@@ -484,6 +484,8 @@ def test_the_checker_resets_only_while_paused_as_a_commit(models: pathlib.Path) 
             await c.post("/abort_weight_update")
             await c.post("/resume")
             assert await c.generate() != expected
+            assert "late chunk" in await c.refused(409, "/update_weights", {"weight_dir": str(models / "w0")})
+            assert (await c.post("/abort_weight_update"))["aborted"] is None
             await c.post("/update_weights", {"weight_dir": str(models / "w0")})
             assert await c.generate() == expected
 

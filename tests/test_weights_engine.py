@@ -8,17 +8,19 @@ import multiprocessing
 import os
 import pathlib
 import random
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from checkpoints import random_weights, write_checkpoint
-from cores import LIMIT_S, TINY, digests_of
+from cores import LIMIT_S, TINY, Driver, digests_of
 from fakes_weights import VERBS, DictSource, PipeClient
-from midstream.errors import EngineDead, MidstreamError, UpdateConflict, WeightUpdateError, to_wire
+from midstream.errors import Conflict, EngineDead, MidstreamError, UpdateConflict, WeightUpdateError, to_wire
 from midstream.models.weights import EMBEDDING, HEAD
 from midstream.serving.async_llm import AsyncLLM
 from midstream.serving.llm import LLM
@@ -306,6 +308,138 @@ def test_case_040_two_hundred_updates_leave_both_sides_flat(background: Any) -> 
         assert (fds_after, threads_after) == (fds, threads) and rss_after - rss < 6 << 20
     assert set(os.listdir("/dev/shm")) == shm
     trainer.shutdown()
+
+
+@pytest.fixture
+def driver(models: pathlib.Path) -> Iterator[Driver]:
+    made = Driver(models / "w0", update_lease_s=10.0)
+    yield made
+    made.close()
+
+
+def test_a_whole_update_in_one_call_is_refused_while_another_s_is_open(driver: Driver, models: pathlib.Path) -> None:
+    """Its label and policy would be lost. Without them it can not be told from a chunk, and is one."""
+    request = {"weight_dir": str(models / "w1")}
+    session = driver.now("start_weight_update")["session_id"]
+    for options in ({"weight_version": "v7"}, {"kv_policy": "keep"}, {"weight_version": "v7", "kv_policy": "keep"}):
+        error = driver.error(driver.call("update_weights", request={**request, **options}))
+        assert isinstance(error, UpdateConflict) and error.details["session_id"] == session
+        assert error.details["age_s"] >= 0 and all(name in str(error) for name in (*options, "abort_weight_update"))
+    assert driver.core.status()["update"]["updated"] == 0
+    assert driver.now("update_weights", request={**request, "weight_version": None})["received"] == len(W1)
+    assert driver.now("finish_weight_update", weight_version="a")["version"] == "a"
+    reply = driver.now("update_weights", request={**request, "weight_version": "v7", "kv_policy": "keep"})
+    assert (reply["version"], reply["kv_policy"], reply["number"]) == ("v7", "keep", 2)
+
+
+@pytest.mark.parametrize("clear_cache, wrong", [(False, "recompute"), (True, "keep")])
+def test_a_one_call_update_whose_finish_fails_leaves_nothing(
+    driver: Driver, models: pathlib.Path, clear_cache: bool, wrong: str
+) -> None:
+    request = {"weight_dir": str(models / "w1")}
+    driver.pause("keep", clear_cache)
+    for _ in range(2):
+        with pytest.raises(Conflict, match="the pause demands .* and the finish named the other"):
+            driver.now("update_weights", request={**request, "kv_policy": wrong})
+        assert driver.core.status()["update"] is None and driver.digests() == digests_of(W0)
+    assert driver.now("update_weights", request=request)["number"] == 1
+    # one with a start stays prepared: its trainer finishes it again
+    driver.now("start_weight_update")
+    driver.now("update_weights", request=request)
+    with pytest.raises(Conflict, match="named the other"):
+        driver.now("finish_weight_update", kv_policy=wrong)
+    assert driver.core.status()["update"]["state"] == "prepared"
+    assert driver.now("finish_weight_update")["number"] == 2
+    driver.resume()
+    assert driver.now("update_weights", request={**request, "kv_policy": wrong})["kv_policy"] == wrong
+
+
+def ends_by_abort(driver: Driver, skip: Callable[[float], None]) -> None:
+    assert driver.now("abort_weight_update")["aborted"]
+
+
+def ends_by_its_lease(driver: Driver, skip: Callable[[float], None]) -> None:
+    skip(10.5)
+    driver.step()
+
+
+def ends_by_a_bad_chunk(driver: Driver, skip: Callable[[float], None]) -> None:
+    with pytest.raises(WeightUpdateError):
+        driver.wait(driver.send(("nobody", torch.zeros(1))))
+
+
+def ends_by_a_finish_that_misses_tensors(driver: Driver, skip: Callable[[float], None]) -> None:
+    with pytest.raises(WeightUpdateError, match="never received"):
+        driver.now("finish_weight_update")
+
+
+def ends_by_a_new_channel(driver: Driver, skip: Callable[[float], None]) -> None:
+    driver.now("init_weight_transfer_engine", request={"init_info": {}})
+
+
+def ends_by_its_lease_in_a_gap(driver: Driver, skip: Callable[[float], None]) -> None:
+    """What looks at the clock first is a reset: an update of its own, that commits."""
+    driver.pause("keep")
+    skip(10.5)
+    driver.now("weight_checker", action="reset")
+    driver.resume()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(ends_by_abort, ends_by_its_lease, ends_by_a_bad_chunk, ends_by_a_finish_that_misses_tensors),
+        *(ends_by_a_new_channel, ends_by_its_lease_in_a_gap),
+    ],
+)
+def test_late_chunks_of_an_update_that_ended_are_refused_for_one_lease(
+    driver: Driver, models: pathlib.Path, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None]
+) -> None:
+    real, offset = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + offset[0])
+
+    def skip(seconds: float) -> None:
+        offset[0] += seconds
+
+    late = {"weight_dir": str(models / "w1")}
+
+    def broken_off() -> str:
+        session = driver.now("start_weight_update")["session_id"]
+        driver.wait(driver.send((K_PROJ, W1[K_PROJ])))
+        end(driver, skip)
+        return str(session)
+
+    def refused(session: str) -> None:
+        for request in (late, {**late, "weight_version": "v"}):
+            error = driver.error(driver.call("update_weights", request=request))
+            assert isinstance(error, UpdateConflict) and f"weight update {session} is aborted (" in str(error)
+            assert re.search(r"for (9|10)\.\d s more", str(error)) and "start_weight_update" in str(error)
+
+    session = broken_off()
+    refused(session)
+    assert isinstance(driver.error(driver.call("finish_weight_update")), UpdateConflict)
+    driver.now("init_weight_transfer_engine", request={"init_info": {}})
+    refused(session)  # neither is a word about that trainer
+    skip(10.5)
+    assert driver.now("update_weights", request=late)["updated"] == len(W1)
+    refused(broken_off())
+    assert driver.now("abort_weight_update")["aborted"] is None  # the operator's: there is no such trainer
+    assert driver.now("update_weights", request=late)["updated"] == len(W1)
+    refused(broken_off())
+    assert driver.update(W0)["updated"] == len(W1)  # a start
+    assert driver.now("update_weights", request=late)["updated"] == len(W1)
+
+
+def test_a_one_call_update_that_failed_may_be_called_again(driver: Driver, models: pathlib.Path) -> None:
+    for _ in range(2):
+        with pytest.raises(WeightUpdateError, match="never received"):
+            driver.wait(driver.send((K_PROJ, W1[K_PROJ])))
+    gate = threading.Event()
+    op = driver.send(("gate", gate), *W1.items())
+    assert driver.now("abort_weight_update")["aborted"]
+    assert isinstance(driver.error(op), UpdateConflict)
+    gate.set()
+    assert driver.now("update_weights", request={"weight_dir": str(models / "w1")})["updated"] == len(W1)
 
 
 def test_weights_that_overflow_fail_requests_and_not_the_engine(models: pathlib.Path) -> None:

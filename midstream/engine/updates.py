@@ -4,7 +4,9 @@
     verify ─▶ job: settle and pack ─▶ session PREPARED ─▶ protocol decides when ─▶ commit: two references change
 
 Whatever fails on the way drops the staging and leaves the live weights alone. An update without a start opens a
-session, is its only chunk, and finishes it: one call, one answer.
+session, is its only chunk, and finishes it: one call, one answer. A late chunk of a started update that has ended
+without a commit looks the same; so for one lease from then on, whatever names no session is refused, until a start (or
+an abort while nothing is open, the operator's word that no such trainer is left).
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class _Finishing:
     op: int
     label: str | None
     kv_policy: KVPolicy | None
+    own: bool = False
+    """Its update is this one call: nobody could finish it again, so a finish that fails drops it."""
     only_paused: bool = False
     is_preparing: bool = False
     prepared_at: float = 0.0
@@ -48,8 +52,8 @@ class WeightUpdates:
         self._in_flight: list[WeightTransferEngine] = []
         """Of each chunk handed to the staging thread whose result has not come back: what reads it."""
         self._finishing: _Finishing | None = None
-        self._is_broken_off = False
-        """An update ended while nobody waited for its finish: its trainer may still send chunks of it."""
+        self._broken_off: tuple[float, str] | None = None
+        """Until when chunks that name no session may be late ones of a started update that has ended, and which."""
         self.trainer_fingerprint: dict[str, Any] | None = None
         """Numerics of the trainer that opened the channel, if it said."""
 
@@ -63,7 +67,6 @@ class WeightUpdates:
         check_type("fingerprint", "dict[str, Any] | None", numerics)
         if self.session.is_open:
             self._drop("the channel was initialised again")
-        self._is_broken_off = False
         self.trainer_fingerprint = None  # the trainer before this one is gone
         self._core.worker.transfer.interrupt()  # who waits on the old channel waits no longer
 
@@ -86,26 +89,26 @@ class WeightUpdates:
     def start(
         self, op: int, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
     ) -> None:
+        self._core.worker.transfer.require_drained()
         reply = self._start(mode, cast, manifest)
+        self._broken_off = None
         self._core.reply(op, {**reply, **self._core.version()})
 
     def _start(self, mode: str | None, cast: str | None, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
         self._core.sleep.require_awake("weights")
         now = time.monotonic()
-        self._keep_lease(now)
+        self.watch_lease(now)
         config = self._core.config
         mode = config.default_update_mode if mode is None else mode
         cast = config.default_cast if cast is None else cast
-        reply = self.session.start(now, mode, cast, manifest)  # type: ignore[arg-type]
-        self._core.worker.discard()  # what an expired lease left
-        self._is_broken_off = False
-        return reply
+        return self.session.start(now, mode, cast, manifest)  # type: ignore[arg-type]
 
     def update(self, op: int, request: dict[str, Any] | None = None) -> None:
         """Stage one chunk beside the steps; answered when it is staged. Without a start: answered when it serves.
 
         ``{"update_info": {…}}`` through the configured backend, or ``{"weight_dir": path}`` from disk. The latter, on
-        its own, is cast like a checkpoint at start-up; ``weight_version`` and ``kv_policy`` as for finish.
+        its own, is cast like a checkpoint at start-up; ``weight_version`` and ``kv_policy`` as for finish, and refused
+        while an update is open, which would ignore them.
         """
         worker, request = self._core.worker, request or {}
         if "weight_dir" in request:
@@ -114,12 +117,20 @@ class WeightUpdates:
         else:
             transfer, info = worker.transfer, _field("update_weights", request, "update_info")
         try:
-            own = not self.session.is_open and not self._is_broken_off and info.get("update") is None
+            own = not self.session.is_open and info.get("update") is None
             if own:
+                self._require_no_late_chunks()
                 finishing = self._finishing_of(op, request.get("weight_version"), request.get("kv_policy"))
                 self._start(None, "allow" if transfer is worker.disk else None)
+                finishing.own = True
                 self._finishing = finishing
             else:
+                options = [f for f in ("weight_version", "kv_policy") if request.get(f) is not None]
+                if options and self.session.is_open:
+                    remedy = "finish takes them; a whole update in one call waits for its end, or abort_weight_update"
+                    raise self.session.conflict(
+                        time.monotonic(), f"a chunk of it takes no {' and no '.join(options)}: {remedy}"
+                    )
                 self.session.require_open(info.get("update"))
                 if self._finishing:
                     raise UpdateConflict(f"weight update {self.session.session_id} is finishing: no more chunks")
@@ -132,7 +143,7 @@ class WeightUpdates:
         """All weights to zero, as a commit of its own; only while a pause holds."""
         if self._core.protocol.phase != "paused":
             raise Conflict("weight_checker reset needs a completed pause: call pause_generation first")
-        finishing = _Finishing(op, "reset", None, only_paused=True)
+        finishing = _Finishing(op, "reset", None, own=True, only_paused=True)
         self._start("full", None)
         self._finishing = finishing
         worker = self._core.worker
@@ -167,7 +178,6 @@ class WeightUpdates:
     def finish(self, op: int, weight_version: str | None = None, kv_policy: KVPolicy | None = None) -> None:
         """Verify, settle, commit; answered when the engine serves the new version."""
         finishing = self._finishing_of(op, weight_version, kv_policy)
-        self._is_broken_off = False
         if not self.session.is_open:
             self.session.require_open()
         self._finishing = finishing
@@ -223,8 +233,10 @@ class WeightUpdates:
 
     def abort(self, op: int) -> None:
         aborted = self.session.session_id if self.session.is_open else None
-        self._drop("abort_weight_update was called")
-        self._is_broken_off = False
+        if aborted:
+            self._drop("abort_weight_update was called")
+        else:
+            self._broken_off = None
         self._core.reply(op, {"aborted": aborted, **self._core.version()})
 
     # -- on the way --------------------------------------------------------------------------------------------
@@ -263,7 +275,7 @@ class WeightUpdates:
         try:
             self._core.act(self._core.protocol.finish_update(finishing.op, finishing.kv_policy))
         except MidstreamError as error:
-            self._finishing = None
+            self.finish_refused(finishing.op)
             self._core.fail(finishing.op, error)
 
     def commit(self, op: Any, policy: KVPolicy) -> None:
@@ -286,34 +298,48 @@ class WeightUpdates:
         core.reply(op, {**summary, **core.version(), "kv_policy": policy, **times})
 
     def finish_refused(self, op: Any) -> None:
-        """The protocol failed the finish (a pause it belonged to was undone); the update stays prepared."""
-        if self._finishing and self._finishing.op == op:
+        """The protocol failed the finish, and answers it (a pause demands the other policy): the update stays prepared
+        for another finish, unless it was one call."""
+        finishing = self._finishing
+        if finishing and finishing.op == op:
             self._finishing = None
+            if finishing.own:
+                self._discard("its finish was refused")
 
     def watch_lease(self, now: float) -> None:
-        """Drop an update whose trainer has fallen silent."""
-        self._keep_lease(now)
+        """Drop an update whose trainer has fallen silent, unless it waits for us: also when a step or a start came
+        between two looks at the clock."""
+        if self._core.worker.is_busy or self._finishing:
+            self.session.touch(now)
         if self.session.expired(now):
             self._drop(f"its lease of {self.session.lease_s} s ended without a word from the trainer")
 
-    def _keep_lease(self, now: float) -> None:
-        """The trainer waits for us, not we for it: also when a step or a start came between two looks at the clock."""
-        if self._core.worker.is_busy or self._finishing:
-            self.session.touch(now)
-
     def _drop(self, reason: str, answer: MidstreamError | None = None) -> None:
         """End the open update, answer whoever waits for its finish, keep serving what is served."""
-        self.session.abort(reason)
-        self._is_broken_off = self._finishing is None
-        for transfer in set(self._in_flight):
-            transfer.interrupt()
-        self._core.worker.discard()
+        self._discard(reason)
         finishing, self._finishing = self._finishing, None
+        if finishing is None or not finishing.own:
+            until = time.monotonic() + self.session.lease_s
+            self._broken_off = until, f"{self.session.session_id} is aborted ({self.session.reason})"
         held = self._core.protocol.cancel_update(reason)
         if held:
             self._core.act(held)
         elif finishing is not None:
             self._core.fail(finishing.op, answer or UpdateConflict(f"the weight update was aborted: {reason}"))
+
+    def _require_no_late_chunks(self) -> None:
+        until, which = self._broken_off or (0.0, "")
+        if (left_s := until - time.monotonic()) > 0:
+            raise UpdateConflict(
+                f"weight update {which}: for {left_s:.1f} s more, what names no session may be a late chunk of it and "
+                "is refused; call start_weight_update for another update, or abort_weight_update if its trainer is gone"
+            )
+
+    def _discard(self, reason: str) -> None:
+        self.session.abort(reason)
+        for transfer in set(self._in_flight):
+            transfer.interrupt()
+        self._core.worker.discard()
 
     def _is_current(self, session_id: str | None) -> bool:
         return self.session.is_open and self.session.session_id == session_id

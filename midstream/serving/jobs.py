@@ -5,7 +5,7 @@
                  └ a key:  its last reader leaves ─▶ runs on, or keeps its answer, for reattach_s; then forgotten
 
 A second request with the same key and the same body is one more reader, from the first token on; another body with
-that key is a Conflict. What failed is not kept, so a retry runs again.
+that key is a Conflict. What failed or was aborted is not kept, so a retry runs again.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Jobs:
                 job.task.cancel()
             return
         if self._keyed.get(job.key) is not job:
-            return  # it failed, and is forgotten already
+            return  # it failed or was aborted, and is forgotten already
         self._waiting[job.key] = job
         job.forget = asyncio.get_running_loop().call_later(self.settings.reattach_s, self._forget, job)
         for oldest in list(itertools.islice(self._waiting.values(), max(len(self._waiting) - _MAX_KEPT, 0))):
@@ -243,9 +243,10 @@ class Jobs:
     def ended(self, job: Job) -> None:
         """``job`` makes no more outputs."""
         self._running.pop(job.id, None)
+        cut = any(c.finish_reason in ("abort", "error") for output in job.outputs if output for c in output.outputs)
+        if (job.error is not None or cut) and job.key is not None and self._keyed.get(job.key) is job:
+            self._forget(job)
         if job.error is not None:
-            if job.key is not None and self._keyed.get(job.key) is job:
-                del self._keyed[job.key]
             return
         for output in job.outputs:
             assert output is not None
@@ -274,7 +275,7 @@ class Jobs:
         """Take no more; end everything with what it has, so that whoever waits gets an answer. Bounded."""
         self.is_closing = True
         jobs = list(self._running.values())
-        with contextlib.suppress(MidstreamError):
+        with contextlib.suppress(MidstreamError, TimeoutError):
             async with asyncio.timeout(self.settings.shutdown_s):
                 await self.llm.abort_requests(None)
         if jobs:

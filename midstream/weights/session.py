@@ -121,6 +121,12 @@ class UpdateSession:
         """A sign of life of the trainer. The core also calls it while it works or holds a finish itself."""
         self._heard_at = max(self._heard_at, now)
 
+    def conflict(self, now: float, remedy: str) -> UpdateConflict:
+        """For a call that the open update is in the way of."""
+        age_s = round(now - self._started_at, 3)
+        facts = f"weight update {self.session_id} is {self.state.value} since {age_s} s"
+        return UpdateConflict(f"{facts}: {remedy}", session_id=self.session_id, age_s=age_s)
+
     # -- the verbs -----------------------------------------------------------------------------------------------
 
     def start(
@@ -136,12 +142,7 @@ class UpdateSession:
         for an unknown mode or cast, ``WeightUpdateError`` for a manifest that could not lead to a commit.
         """
         if self.is_open and not self.expired(now):
-            age_s = round(now - self._started_at, 3)
-            raise UpdateConflict(
-                f"weight update {self.session_id} is {self.state.value} since {age_s} s: finish or abort it first",
-                session_id=self.session_id,
-                age_s=age_s,
-            )
+            raise self.conflict(now, "finish or abort it first")
         for field, value, allowed in (("mode", mode, get_args(UpdateMode)), ("cast", cast, get_args(CastPolicy))):
             if value not in allowed:
                 raise InvalidInput(f"{field} must be {' or '.join(allowed)}, got {value!r}")
