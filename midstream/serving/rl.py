@@ -50,7 +50,8 @@ class StartBody(Body):
 
 
 class UpdateBody(Body):
-    """Exactly one of ``update_info`` and ``weight_dir``. The last two: for an update without a start."""
+    """Exactly one of ``update_info`` and ``weight_dir``. The last two: for an update without a start; 409
+    while one that was started is open."""
 
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
     weight_dir: str | None = None
@@ -155,7 +156,8 @@ def make_router(llm: AsyncLLM, engine_ids: Callable[[Iterable[str]], list[str]] 
 
     @router.post("/abort_weight_update")
     async def abort_weight_update() -> dict[str, Any]:
-        """Drop the open update, if there is one; the weights that serve go on."""
+        """Drop the open update, if there is one; the weights that serve go on. If none is: chunks of the last one that
+        was started and dropped are not expected any more, and updates without a start are taken again."""
         return {"message": "Weight update aborted", **await llm.abort_weight_update()}
 
     @router.post("/update_weight_version")
