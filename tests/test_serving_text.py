@@ -38,7 +38,7 @@ def test_a_loop_ends_in_time_and_leaves_no_trace() -> None:
     [
         (FOR_EVER, "ran for more than 0.2 s"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion|ran for"),
-        ("{{ 'a' * 2000 }}", "makes 2000 characters, over the limit of 1000"),
+        ("{{ 'a' * 2000 }}", "has 2000 characters, over the limit of 1000"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
@@ -55,6 +55,44 @@ def test_a_hostile_template_is_an_error(model: pathlib.Path, template: str, why:
         hostile = thread.submit(text.apply_chat_template, MESSAGES, chat_template=template, **limits)
         with pytest.raises(InvalidInput, match=why):
             hostile.result()
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_encoded(model: pathlib.Path) -> None:
+    with served(model, max_request_tokens=1000, max_request_sequences=4) as server:
+        text = server.server.llm.text
+        length = int(server.status()["max_model_len"])
+        longest, longest_here = text.max_chars(length), text.max_chars(1000)
+        assert longest >= 64 * length and text.max_chars(2) == 2 * text.max_chars(1)
+        chat = {"chat_template": "{{ messages[0].content * 2 }}"}
+        for path, body, has, limit in (
+            ("/v1/completions", {"prompt": "a" * (longest + 1)}, longest + 1, longest),
+            ("/v1/completions", {"prompt": ["a", "a" * (longest + 1)]}, longest + 1, longest),
+            ("/v1/completions", {"prompt": ["a"] * 5}, 5, 4),
+            ("/v1/chat/completions", {"messages": [{**MESSAGES[0], "content": "a" * longest}], **chat}, 0, longest),
+            ("/tokenize", {"prompt": "a" * (longest_here + 1)}, longest_here + 1, longest_here),
+            ("/tokenize", {"messages": [{**MESSAGES[0], "content": "a" * longest_here}], **chat}, 0, longest_here),
+            ("/tokenize", {"prompt": "a" * 2000}, 2000, 1000),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400, (path, answer.text)
+            said = answer.json()["error"]["message"]
+            assert f"{has or 2 * limit} " in said and f"over the limit of {limit}" in said
+        assert server.post("/tokenize", {"prompt": "a" * 1000}).json()["count"] == 1000
+
+
+def test_encoding_goes_by_batches_which_let_other_threads_run(model: pathlib.Path) -> None:
+    text = Text(model)
+    wanted = text._backend().encode("abc").ids
+
+    class Batches:
+        """A tokenizer without ``encode``, which holds the interpreter's lock."""
+
+        encode_batch = text._backend().encode_batch
+
+    text._fast = Batches
+    assert text.encode("abc") == wanted
+    made = text.apply_chat_template(MESSAGES, chat_template="{{ messages[0].content }}")
+    assert made == text.tokenizer().encode("ab", add_special_tokens=False)
 
 
 def test_a_template_that_never_ends_holds_up_nobody_for_long(

@@ -81,13 +81,21 @@ class Frontend:
         except Exception as error:
             raise InvalidInput(f"the text can not be made into tokens: {type(error).__name__}: {error}") from error
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self.beside(lambda: self.llm.text.encode(text, add_special_tokens))
+    async def encode(self, texts: list[str], max_tokens: int, add_special_tokens: bool = True) -> list[list[int]]:
+        """Each text's ids. Raises InvalidInput for one that can not fit into ``max_tokens``, before encoding it."""
+        return await self.beside(
+            lambda: [self.llm.text.encode(text, add_special_tokens, self._max_chars(max_tokens)) for text in texts]
+        )
 
-    async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
-        if arguments.get("chat_template"):
-            arguments = {**arguments, "time_limit_s": _TEMPLATE_S, "max_chars": self.settings.max_body_bytes}
-        return await self.beside(lambda: self.llm.text.apply_chat_template(messages, **arguments))
+    async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any], max_tokens: int) -> list[int]:
+        """The ids of ``messages`` under the chat template. Raises InvalidInput as :meth:`encode` does."""
+        limit_s = _TEMPLATE_S if arguments.get("chat_template") else None
+        return await self.beside(
+            lambda: self.llm.text.apply_chat_template(messages, limit_s, self._max_chars(max_tokens), **arguments)
+        )
+
+    def _max_chars(self, max_tokens: int) -> int:
+        return min(self.llm.text.max_chars(max_tokens), self.settings.max_body_bytes)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 

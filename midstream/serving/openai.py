@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -199,7 +198,8 @@ def make_router(front: Frontend) -> APIRouter:
             detokenize=True,
             is_stream=bool(body.stream),
         )
-        ids = await front.chat_ids(body.plain_messages(), body.template_arguments(front.settings))
+        arguments = body.template_arguments(front.settings)
+        ids = await front.chat_ids(body.plain_messages(), arguments, front.max_model_len)
         work = front.work([ids], body, params)
         return front.answer(request, body, work, ChatShape(model, body, "chat.completion"), "chatcmpl-")
 
@@ -218,11 +218,14 @@ def make_router(front: Frontend) -> APIRouter:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidInput("tokenize takes prompt or messages: give one of them")
+        limit = front.settings.max_request_tokens
         if body.prompt is not None:
-            ids = await front.encode(body.prompt, body.add_special_tokens is not False)
+            [ids] = await front.encode([body.prompt], limit, body.add_special_tokens is not False)
         else:
             template = TemplateFields.model_validate({"messages": body.messages, **(body.model_extra or {})})
-            ids = await front.chat_ids(template.plain_messages(), template.template_arguments(front.settings))
+            ids = await front.chat_ids(template.plain_messages(), template.template_arguments(front.settings), limit)
+        if len(ids) > limit:
+            raise InvalidInput(f"these are {len(ids)} tokens, over the limit of {limit}: send several requests")
         found: dict[str, Any] = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = await front.beside(lambda: [front.llm.text.token(token) for token in ids])
@@ -240,11 +243,13 @@ def make_router(front: Frontend) -> APIRouter:
 
 async def _prompts(front: Frontend, prompt: str | list[Any]) -> list[list[int]]:
     """Every form of prompt as ids. Ids go through as they are."""
-    if isinstance(prompt, str):
-        return [await front.encode(prompt)]
-    if isinstance(prompt[0], str):
-        return list(await asyncio.gather(*(front.encode(text) for text in prompt)))
-    return prompt if isinstance(prompt[0], list) else [prompt]
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(texts[0], str):
+        limit = front.settings.max_request_sequences
+        if len(texts) > limit:  # before work on them
+            raise InvalidInput(f"{len(texts)} prompts are over the limit of {limit}: send several requests")
+        return await front.encode(texts, front.max_model_len)
+    return texts if isinstance(texts[0], list) else [texts]
 
 
 def _card(front: Frontend, name: str) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class ServerSettings:
     """Serve control routes without a token on an address that others can reach."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """Of which distribution answers give logprobs: the model's (raw), or the one sampled from (processed)."""
-    max_body_bytes: int = 16 << 20
-    """A longer request body is refused."""
+    max_body_bytes: int = 8 << 20
+    """A longer request body is refused: everybody waits while one is parsed."""
     max_concurrency: int = 1024
     """Generation requests at work at the same time; one more is refused as retryable."""
     max_request_tokens: int = 1 << 20
