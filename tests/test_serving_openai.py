@@ -11,7 +11,7 @@ import pytest
 
 from midstream.serving import shapes
 from midstream.serving.llm import LLM
-from midstream.types import SamplingParams
+from midstream.types import CompletionOutput, Logprob, SamplingParams
 from servers import MODEL, Served, events, served
 
 TEMPLATE = (
@@ -134,6 +134,15 @@ def test_logprobs_in_the_shapes_that_clients_parse(server: Served) -> None:
     assert [p and list(p) for p in server.post("/inference/v1/generate", body).json()["prompt_logprobs"]] == [
         p and list(p) for p in teacher
     ]
+
+
+def test_alternatives_of_the_same_text_do_not_replace_each_other() -> None:
+    entries = {7: Logprob(-3.0, 4, "\ufffd"), 1: Logprob(-0.5, 1, "a"), 2: Logprob(-1.0, 2, "\ufffd")}
+    entries[3] = Logprob(-2.0, 3, "\ufffd")
+    out = CompletionOutput(0, token_ids=[7], logprobs=[entries])
+    found = shapes.completion_logprobs(out, 0, 1, as_ids=False, text_offset=0)
+    assert found is not None and found["tokens"] == ["\ufffd"] and found["token_logprobs"] == [-3.0]
+    assert found["top_logprobs"] == [{"\ufffd": -3.0, "a": -0.5, "token_id:2": -1.0, "token_id:3": -2.0}]
 
 
 def test_infinite_logprobs_are_clamped() -> None:

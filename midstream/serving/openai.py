@@ -243,7 +243,7 @@ def make_router(front: Frontend) -> APIRouter:
 
 async def _prompts(front: Frontend, prompt: str | list[Any]) -> list[list[int]]:
     """Every form of prompt as ids. Ids go through as they are."""
-    texts = [prompt] if isinstance(prompt, str) else prompt
+    texts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(texts[0], str):
         limit = front.settings.max_request_sequences
         if len(texts) > limit:  # before work on them
