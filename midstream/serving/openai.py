@@ -235,7 +235,9 @@ def make_router(front: Frontend) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """Ids to text, special tokens included."""
         front.check_model(body.model)
-        text = front.llm.text
+        text, limit = front.llm.text, front.started["vocab_size"]
+        if body.tokens and (largest := max(body.tokens)) >= limit:
+            raise InvalidInput(f"tokens: {largest} is no token id of this model: they are in [0, {limit - 1}]")
         return {"prompt": await front.beside(lambda: text.decode(body.tokens, skip_special_tokens=False))}
 
     return router
