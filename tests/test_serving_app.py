@@ -546,6 +546,8 @@ def test_an_engine_that_dies_ends_the_server_with_an_error_and_answers() -> None
         (["--control-host", "0.0.0.0"], "--control-token"),
         (["--host", "203.0.113.1"], "can not listen"),
         (["--max-model-len", "100000"], "max_model_len"),
+        (["--tokenizer", "/nonexistent/of/it"], "no tokenizer at /nonexistent/of/it"),
+        (["--control-token", ""], "MIDSTREAM_CONTROL_TOKEN"),
     ],
 )
 def test_a_wrong_start_is_said_in_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
@@ -601,3 +603,26 @@ def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     command.add_arguments(parser)
     settings = command.server_settings(parser.parse_args(["DIR", "--api-key", "other"]))
     assert (settings.api_key, settings.control_token, settings.host) == ("other", "t", "127.0.0.1")
+
+
+@pytest.mark.parametrize("variable", ["MIDSTREAM_API_KEY", "MIDSTREAM_CONTROL_TOKEN"])
+def test_an_empty_secret_in_the_environment_does_not_leave_the_routes_open(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(InvalidInput, match=f"is empty.*{variable}"):
+        command.server_settings(parser.parse_args(["DIR"]))
+
+
+def test_the_banner_says_once_where_control_is() -> None:
+    for settings, said in (
+        (ServerSettings(), "open"),
+        (ServerSettings(control_token="t"), "behind --control-token"),
+        (ServerSettings(control_port=1), "on http://u, open"),
+        (ServerSettings(host="0.0.0.0", control_token="t", control_port=1), "on http://u, behind --control-token"),
+    ):
+        assert command.control_routes(settings, "http://u") == said
+    off = command.control_routes(ServerSettings(host="0.0.0.0"), None)
+    assert off.startswith("off, because 0.0.0.0 can be reached")

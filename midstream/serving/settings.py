@@ -67,7 +67,7 @@ class ServerSettings:
         for name in ("api_key", "control_token"):
             value = getattr(self, name)
             if value is not None and not value.strip():
-                raise InvalidInput(f"{name} is empty: give a key, or leave it away")
+                raise InvalidInput(f"{name} is empty: give a key, or leave it (MIDSTREAM_{name.upper()} too) away")
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise InvalidInput(f"logprobs_mode must be raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}")
         if self.has_control_address and not (
