@@ -34,9 +34,7 @@ class Frontend:
         self.settings = settings
         self.metrics = ServerMetrics()
         if llm.config.tokenizer is not None and not self.has_text:
-            raise InvalidInput(
-                f"there is no tokenizer at {llm.config.tokenizer}: give a directory with tokenizer.json"
-            )
+            raise InvalidInput(f"there is no tokenizer at {llm.config.tokenizer}: give a directory with tokenizer.json")
         self.jobs = Jobs(llm, settings, self.metrics)
         given = llm.config.model_name or llm.config.model
         self.names = settings.served_model_name or (given,)
