@@ -58,39 +58,47 @@ def test_a_hostile_template_is_an_error(model: pathlib.Path, template: str, why:
 
 
 def test_a_text_that_can_not_fit_is_refused_before_it_is_encoded(model: pathlib.Path) -> None:
-    with served(model, max_request_tokens=1000, max_request_sequences=4) as server:
+    here = 40_000
+    with served(model, max_request_tokens=here, max_request_sequences=4) as server:
         text = server.server.llm.text
-        length = int(server.status()["max_model_len"])
-        longest, longest_here = text.max_chars(length), text.max_chars(1000)
-        assert longest >= 64 * length and text.max_chars(2) == 2 * text.max_chars(1)
+        longest = text.max_chars(int(server.status()["max_model_len"]))
+        assert text.max_chars(2) == 2 * text.max_chars(1) >= 128 and longest < here
         chat = {"chat_template": "{{ messages[0].content * 2 }}"}
         for path, body, has, limit in (
             ("/v1/completions", {"prompt": "a" * (longest + 1)}, longest + 1, longest),
             ("/v1/completions", {"prompt": ["a", "a" * (longest + 1)]}, longest + 1, longest),
             ("/v1/completions", {"prompt": ["a"] * 5}, 5, 4),
             ("/v1/chat/completions", {"messages": [{**MESSAGES[0], "content": "a" * longest}], **chat}, 0, longest),
-            ("/tokenize", {"prompt": "a" * (longest_here + 1)}, longest_here + 1, longest_here),
-            ("/tokenize", {"messages": [{**MESSAGES[0], "content": "a" * longest_here}], **chat}, 0, longest_here),
-            ("/tokenize", {"prompt": "a" * 2000}, 2000, 1000),
+            ("/tokenize", {"prompt": "a" * (here + 1)}, here + 1, here),
+            ("/tokenize", {"messages": [{**MESSAGES[0], "content": "a" * here}], **chat}, 0, here),
+            ("/detokenize", {"tokens": [5] * (here + 1)}, here + 1, here),
         ):
             answer = server.post(path, body)
             assert answer.status_code == 400, (path, answer.text)
             said = answer.json()["error"]["message"]
             assert f"{has or 2 * limit} " in said and f"over the limit of {limit}" in said
-        assert server.post("/tokenize", {"prompt": "a" * 1000}).json()["count"] == 1000
+        ids = server.post("/tokenize", {"prompt": "a" * here, "add_special_tokens": False}).json()["tokens"]
+        assert len(ids) == here, "more than a prompt may have, and no more than a request"
+        assert server.post("/detokenize", {"tokens": ids}).json()["prompt"].replace(" ", "") == "a" * here
+    with served(model, max_request_tokens=1000) as server:
+        answer = server.post("/tokenize", {"prompt": "a" * 2000})
+        assert answer.status_code == 400 and "2000 tokens, over the limit of 1000" in answer.json()["error"]["message"]
 
 
 def test_encoding_goes_by_batches_which_let_other_threads_run(model: pathlib.Path) -> None:
     text = Text(model)
     wanted = text._backend().encode("abc").ids
 
+    many, long = wanted * 3000, text._backend().decode(wanted * 3000)
+
     class Batches:
-        """A tokenizer without ``encode``, which holds the interpreter's lock."""
+        """A tokenizer without ``encode`` and ``decode``, which hold the interpreter's lock."""
 
         encode_batch = text._backend().encode_batch
+        decode_batch = text._backend().decode_batch
 
     text._fast = Batches
-    assert text.encode("abc") == wanted
+    assert text.encode("abc") == wanted and text.decode(many) == long
     made = text.apply_chat_template(MESSAGES, chat_template="{{ messages[0].content }}")
     assert made == text.tokenizer().encode("ab", add_special_tokens=False)
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -83,21 +84,23 @@ class Frontend:
         except Exception as error:
             raise InvalidInput(f"the text can not be made into tokens: {type(error).__name__}: {error}") from error
 
-    async def encode(self, texts: list[str], max_tokens: int, add_special_tokens: bool = True) -> list[list[int]]:
-        """Each text's ids. Raises InvalidInput for one that can not fit into ``max_tokens``, before encoding it."""
-        return await self.beside(
-            lambda: [self.llm.text.encode(text, add_special_tokens, self._max_chars(max_tokens)) for text in texts]
-        )
+    async def encode(self, texts: list[str], add_special_tokens: bool = True, at_least: int = 0) -> list[list[int]]:
+        """Each text's ids. Raises InvalidInput, before encoding it, for a text that can not fit into max_model_len and
+        has more than ``at_least`` characters."""
+        max_chars = await self._max_chars(at_least)
+        encode = self.llm.text.encode
+        # One by one: other requests' texts come in between.
+        return [await self.beside(partial(encode, text, add_special_tokens, max_chars)) for text in texts]
 
-    async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any], max_tokens: int) -> list[int]:
+    async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any], at_least: int = 0) -> list[int]:
         """The ids of ``messages`` under the chat template. Raises InvalidInput as :meth:`encode` does."""
         limit_s = _TEMPLATE_S if arguments.get("chat_template") else None
-        return await self.beside(
-            lambda: self.llm.text.apply_chat_template(messages, limit_s, self._max_chars(max_tokens), **arguments)
-        )
+        max_chars = await self._max_chars(at_least)
+        return await self.beside(lambda: self.llm.text.apply_chat_template(messages, limit_s, max_chars, **arguments))
 
-    def _max_chars(self, max_tokens: int) -> int:
-        return min(self.llm.text.max_chars(max_tokens), self.settings.max_body_bytes)
+    async def _max_chars(self, at_least: int) -> int:
+        fits = await self.beside(lambda: self.llm.text.max_chars(self.max_model_len))
+        return min(max(fits, at_least), self.settings.max_body_bytes)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 

@@ -198,8 +198,7 @@ def make_router(front: Frontend) -> APIRouter:
             detokenize=True,
             is_stream=bool(body.stream),
         )
-        arguments = body.template_arguments(front.settings)
-        ids = await front.chat_ids(body.plain_messages(), arguments, front.max_model_len)
+        ids = await front.chat_ids(body.plain_messages(), body.template_arguments(front.settings))
         work = front.work([ids], body, params)
         return front.answer(request, body, work, ChatShape(model, body, "chat.completion"), "chatcmpl-")
 
@@ -220,7 +219,7 @@ def make_router(front: Frontend) -> APIRouter:
             raise InvalidInput("tokenize takes prompt or messages: give one of them")
         limit = front.settings.max_request_tokens
         if body.prompt is not None:
-            [ids] = await front.encode([body.prompt], limit, body.add_special_tokens is not False)
+            [ids] = await front.encode([body.prompt], body.add_special_tokens is not False, limit)
         else:
             template = TemplateFields.model_validate({"messages": body.messages, **(body.model_extra or {})})
             ids = await front.chat_ids(template.plain_messages(), template.template_arguments(front.settings), limit)
@@ -235,7 +234,10 @@ def make_router(front: Frontend) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """Ids to text, special tokens included."""
         front.check_model(body.model)
-        text, limit = front.llm.text, front.started["vocab_size"]
+        text, limit = front.llm.text, front.settings.max_request_tokens
+        if len(body.tokens) > limit:
+            raise InvalidInput(f"these are {len(body.tokens)} tokens, over the limit of {limit}: send several requests")
+        limit = front.started["vocab_size"]
         if body.tokens and (largest := max(body.tokens)) >= limit:
             raise InvalidInput(f"tokens: {largest} is no token id of this model: they are in [0, {limit - 1}]")
         return {"prompt": await front.beside(lambda: text.decode(body.tokens, skip_special_tokens=False))}
@@ -250,7 +252,7 @@ async def _prompts(front: Frontend, prompt: str | list[Any]) -> list[list[int]]:
         limit = front.settings.max_request_sequences
         if len(texts) > limit:  # before work on them
             raise InvalidInput(f"{len(texts)} prompts are over the limit of {limit}: send several requests")
-        return await front.encode(texts, front.max_model_len)
+        return await front.encode(texts)
     return texts if isinstance(texts[0], list) else [texts]
 
 

@@ -36,7 +36,8 @@ class ServerSettings:
     max_concurrency: int = 1024
     """Generation requests at work at the same time; one more is refused as retryable."""
     max_request_tokens: int = 1 << 20
-    """Prompt tokens in one request, all its prompts together."""
+    """Prompt tokens in one request, all its prompts together. /tokenize takes as many characters, or more where they
+    can be a prompt."""
     max_request_sequences: int = 1024
     """Prompts times n in one request."""
     reattach_s: float = 30.0

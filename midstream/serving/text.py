@@ -18,6 +18,9 @@ _CHARS_PER_TOKEN = 64
 """A token stands for at least this many characters in a limit: tokenizers may drop spaces, or join what they do not
 know, so a vocabulary of short tokens says little."""
 
+_LONG = 4096
+"""More ids are decoded as a batch, which lets other threads run, and costs more where there are few."""
+
 
 class Text:
     """A model's tokenizer. Loaded on first use: a client that speaks token ids never pays for it."""
@@ -65,6 +68,8 @@ class Text:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Ids → text, special tokens left out unless they are wanted."""
+        if len(ids) > _LONG:
+            return str(self._backend().decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self._backend().decode(ids, skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
