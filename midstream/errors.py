@@ -9,6 +9,7 @@
     │   └── UpdateConflict          409  no update open, or one is open already
     ├── Unauthorized                401  no token, or the wrong one
     ├── Forbidden                   403  not from here
+    ├── MethodNotAllowed            405  a route that is here, by another method
     ├── TooLarge                    413  a request body over the limit
     ├── NotFound                    404  a model, route or request that is not here
     ├── Overloaded                  503  retryable: the server takes no more at the moment
@@ -82,6 +83,12 @@ class Forbidden(MidstreamError):
     """The route is not for whoever asks from there."""
 
     status = 403
+
+
+class MethodNotAllowed(MidstreamError):
+    """The route takes other methods; the Allow header names them."""
+
+    status = 405
 
 
 class TooLarge(MidstreamError):

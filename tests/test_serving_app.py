@@ -103,6 +103,35 @@ def test_errors_have_one_shape_and_no_traceback(server: Served) -> None:
     assert set(responses) == {"200", "4XX", "503", "504"}, "422 and 500 are never answered"
 
 
+def test_errors_have_telling_types(server: Served) -> None:
+    wrong = server.get("/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["type"] == "MethodNotAllowed"
+    broken = server.http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert broken.status_code == 400 and "application/json" not in broken.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_body_of_another_content_type_is_told_so(server: Served, kind: str | None, path: str) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = server.http.post(path, content=b'{"prompt": "abc"}', headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "content type has to be application/json" in error["message"], answer.text
+    assert error["type"] == "InvalidInput" and (kind or "missing") in error["message"]
+    fine = {"content-type": "application/json; charset=utf-8"}
+    assert server.http.post("/tokenize", content=b'{"prompt": "abc"}', headers=fine).status_code == 200
+    told = server.http.post("/tokenize", content=b"3", headers=fine).json()["error"]["message"]
+    assert "content type" not in told
+
+
+@pytest.mark.parametrize("path", ["/health", "/liveness"])
+def test_health_answers_those_who_ask_for_no_body(server: Served, path: str) -> None:
+    answer = server.http.head(path)
+    assert answer.status_code == 200 and answer.content == b""
+    assert "head" not in server.get("/openapi.json").json()["paths"][path]
+
+
 def test_the_document_says_what_is_taken(server: Served) -> None:
     document = server.get("/openapi.json").json()
     schemas = {name: schema["properties"] for name, schema in document["components"]["schemas"].items()}
@@ -240,7 +269,7 @@ def test_limits_on_body_tokens_sequences_and_concurrency() -> None:
                 yield b"a" * 100
 
         chunked = server.http.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"})
-        assert chunked.status_code == 413, chunked.text
+        assert chunked.status_code == 413 and chunked.json()["error"]["type"] == "TooLarge", chunked.text
         for body in (
             {"prompt": [4] * 65},
             {"prompt": [[4] * 30] * 3},
@@ -546,6 +575,8 @@ def test_an_engine_that_dies_ends_the_server_with_an_error_and_answers() -> None
         (["--control-host", "0.0.0.0"], "--control-token"),
         (["--host", "203.0.113.1"], "can not listen"),
         (["--max-model-len", "100000"], "max_model_len"),
+        (["--tokenizer", "/nonexistent/of/it"], "no tokenizer at /nonexistent/of/it"),
+        (["--control-token", ""], "MIDSTREAM_CONTROL_TOKEN"),
     ],
 )
 def test_a_wrong_start_is_said_in_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
@@ -601,3 +632,26 @@ def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     command.add_arguments(parser)
     settings = command.server_settings(parser.parse_args(["DIR", "--api-key", "other"]))
     assert (settings.api_key, settings.control_token, settings.host) == ("other", "t", "127.0.0.1")
+
+
+@pytest.mark.parametrize("variable", ["MIDSTREAM_API_KEY", "MIDSTREAM_CONTROL_TOKEN"])
+def test_an_empty_secret_in_the_environment_does_not_leave_the_routes_open(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(InvalidInput, match=f"is empty.*{variable}"):
+        command.server_settings(parser.parse_args(["DIR"]))
+
+
+def test_the_banner_says_once_where_control_is() -> None:
+    for settings, said in (
+        (ServerSettings(), "open"),
+        (ServerSettings(control_token="t"), "behind --control-token"),
+        (ServerSettings(control_port=1), "on http://u, open"),
+        (ServerSettings(host="0.0.0.0", control_token="t", control_port=1), "on http://u, behind --control-token"),
+    ):
+        assert command.control_routes(settings, "http://u") == said
+    off = command.control_routes(ServerSettings(host="0.0.0.0"), None)
+    assert off.startswith("off, because 0.0.0.0 can be reached")

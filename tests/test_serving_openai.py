@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from midstream.errors import InvalidInput
 from midstream.serving import shapes
+from midstream.serving.bodies import CompletionBody
 from midstream.serving.llm import LLM
-from midstream.types import SamplingParams
+from midstream.serving.settings import ServerSettings
+from midstream.types import CompletionOutput, Logprob, SamplingParams
 from servers import MODEL, Served, events, served
 
 TEMPLATE = (
@@ -136,6 +139,15 @@ def test_logprobs_in_the_shapes_that_clients_parse(server: Served) -> None:
     ]
 
 
+def test_alternatives_of_the_same_text_do_not_replace_each_other() -> None:
+    entries = {7: Logprob(-3.0, 4, "\ufffd"), 1: Logprob(-0.5, 1, "a"), 2: Logprob(-1.0, 2, "\ufffd")}
+    entries[3] = Logprob(-2.0, 3, "\ufffd")
+    out = CompletionOutput(0, token_ids=[7], logprobs=[entries])
+    found = shapes.completion_logprobs(out, 0, 1, as_ids=False, text_offset=0)
+    assert found is not None and found["tokens"] == ["\ufffd"] and found["token_logprobs"] == [-3.0]
+    assert found["top_logprobs"] == [{"\ufffd": -3.0, "a": -0.5, "token_id:2": -1.0, "token_id:3": -2.0}]
+
+
 def test_infinite_logprobs_are_clamped() -> None:
     assert [shapes.finite(x) for x in (-math.inf, math.nan, -1e9, -0.5)] == [-9999.0, -9999.0, -9999.0, -0.5]
 
@@ -230,6 +242,85 @@ def test_tokenize_and_detokenize(server: Served) -> None:
         assert server.post("/tokenize", bad).status_code == 400
     for bad in ({}, {"tokens": "a"}, {"tokens": [-1]}, {"tokens": [1 << 40]}):
         assert server.post("/detokenize", bad).status_code == 400
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_the_range(server: Served) -> None:
+    for wrong in (44, 1 << 32, 1 << 63, 1 << 200):
+        answer = server.post("/detokenize", {"tokens": [4, wrong]})
+        said = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and str(wrong) in said and "[0, 43]" in said
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    assert server.post("/detokenize", {"tokens": [43]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({}, "messages.1.role"),
+        ({"content": "a"}, "messages.1.role"),
+        ({"role": 3, "content": "a"}, "messages.1.role"),
+        ({"role": None, "content": "a"}, "messages.1.role"),
+        ({"role": "user", "content": 3}, "messages.1.content"),
+        ({"role": "user", "content": {"text": "a"}}, "messages.1.content"),
+        ({"role": "user", "content": False}, "messages.1.content"),
+        ({"role": "user", "content": ["a"]}, "messages.1.content"),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, "messages.1.content"),
+        ("a", "messages.1"),
+    ],
+)
+def test_a_message_that_is_none_is_named(server: Served, message: Any, where: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}, message], "chat_template": TEMPLATE}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{where}: "), answer.text
+    body["messages"] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    assert server.post("/tokenize", body).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["messages", "self", "conversation", "tokenize", "tools", "time_limit_s", "max_chars"])
+def test_arguments_that_are_not_the_template_s_are_refused(server: Served, name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template": TEMPLATE}
+    answer = server.post("/v1/chat/completions", {**body, "chat_template_kwargs": {name: "abc"}})
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and said.startswith(f"chat_template_kwargs: {name} ")
+    fine = {"chat_template_kwargs": {"add_generation_prompt": False, "extra": "c"}}
+    assert server.post("/tokenize", {**body, **fine}).json()["count"] == 1
+
+
+DEEP: Any = []
+for _ in range(10_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [False, True, 0, 1, 0.0, [], [{}], "", "false", "3", "[]", "{", "[" * 100_000, "NaN", DEEP],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_schema_is_an_object_or_the_text_of_one(wrong: Any) -> None:
+    for wanted in ({"json": wrong}, {"json": wrong, "json_object": False}):
+        body = CompletionBody.model_validate({"prompt": "a", "structured_outputs": wanted})
+        with pytest.raises(InvalidInput, match="structured_outputs: json"):
+            parsed(body)
+
+
+def test_structured_outputs_as_clients_write_them_out() -> None:
+    for wanted, found in (
+        ({"json": {"type": "object"}, "regex": None, "disable_fallback": False}, '{"type": "object"}'),
+        ({"json": '{"type":"object"}'}, '{"type":"object"}'),
+        ({"json_object": True}, '{"type": "object"}'),
+        ({"json_object": False}, None),
+        ({}, None),
+    ):
+        params = parsed(CompletionBody.model_validate({"prompt": "a", "structured_outputs": wanted}))
+        assert (params.structured_outputs.json if params.structured_outputs else None) == found
+    for wrong in ({"regex": False}, {"choice": 0}, {"json_object": 0}, {"json_object": "no"}):
+        with pytest.raises(InvalidInput, match="structured_outputs"):
+            parsed(CompletionBody.model_validate({"prompt": "a", "structured_outputs": wrong}))
+
+
+def parsed(body: CompletionBody) -> SamplingParams:
+    return body.sampling_params(ServerSettings(), logprobs=None, max_tokens=4, detokenize=True, is_stream=False)
 
 
 def test_case_102_ids_that_do_not_survive_text_come_back_as_they_are(server: Served) -> None:

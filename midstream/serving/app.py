@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from midstream.errors import InvalidInput, MidstreamError, NotFound
+from midstream.errors import InvalidInput, MethodNotAllowed, MidstreamError, NotFound, TooLarge
 from midstream.metrics import CONTENT_TYPE
 from midstream.serving import generate, openai, rl
 from midstream.serving.answers import error_response
@@ -109,6 +109,8 @@ def _paths(router: APIRouter) -> list[str]:
 def _visible(front: Frontend) -> APIRouter:
     router = APIRouter(tags=["state"])
 
+    @router.head("/health", include_in_schema=False)
+    @router.head("/liveness", include_in_schema=False)
     @router.get("/health")
     @router.get("/liveness")
     async def health() -> dict[str, str]:
@@ -181,7 +183,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     _log.warning("%s %s answered %d", request.method, request.url.path, error.status_code)
     if error.status_code == 404:
         return error_response(NotFound(f"there is no {request.url.path} here"))
-    plain = MidstreamError(str(error.detail))
+    kinds: dict[int, type[MidstreamError]] = {400: InvalidInput, 405: MethodNotAllowed, 413: TooLarge}
+    plain = kinds.get(error.status_code, MidstreamError)(str(error.detail))
     plain.status = error.status_code
     return error_response(plain, dict(error.headers or {}))
 
@@ -190,11 +193,20 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, (RequestValidationError, ValidationError))
     faults = []
     for fault in error.errors()[:5]:
+        if fault["loc"] == ("body",) and fault["type"] != "missing" and not _is_json(request):
+            given = request.headers.get("content-type", "missing")
+            faults.append(f"the content type has to be application/json, and is {given!r:.80}: the body was not read")
+            continue
         where = ".".join(str(part) for part in fault["loc"] if part != "body")
         faults.append(f"{where}: {fault['msg']}" if where else str(fault["msg"]))
     invalid = InvalidInput("; ".join(dict.fromkeys(faults)))
     _log.warning("%s %s: %s", request.method, request.url.path, invalid.message)
     return error_response(invalid)
+
+
+def _is_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ that no answer pretends to have followed it.
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -204,6 +205,13 @@ class CompletionBody(SamplingFields, RequestFields):
     prompt: Annotated[_Text | _Prompt | _Some[_Text] | _Some[_Prompt], WrapValidator(_prompt)]
 
 
+NOT_OF_A_TEMPLATE = frozenset(
+    ("self", "messages", "conversation", "tools", "chat_template", "tokenize", "return_dict", "return_tensors")
+    + ("time_limit_s", "max_chars")
+)
+"""What ``Text.apply_chat_template``, and the tokenizer's under it, call their own arguments."""
+
+
 class TemplateFields(Body):
     """Messages and how the chat template turns them into a prompt."""
 
@@ -224,9 +232,9 @@ class TemplateFields(Body):
             )
         if self.chat_template is not None and not settings.allows_request_chat_template:
             raise InvalidInput("chat_template in a request is off: start the server with --trust-request-chat-template")
-        own = {"conversation", "tokenize", "chat_template", "tools", "return_dict", "return_tensors"}
-        own |= {"time_limit_s", "max_chars"}
-        arguments = {k: v for k, v in (self.chat_template_kwargs or {}).items() if k not in own}
+        arguments = dict(self.chat_template_kwargs or {})
+        if taken := sorted(NOT_OF_A_TEMPLATE & arguments.keys()):
+            raise InvalidInput(f"chat_template_kwargs: {', '.join(taken)} can not be given there: choose others")
         for name in ("tools", "chat_template", "add_generation_prompt", "continue_final_message"):
             if getattr(self, name) is not None:
                 arguments[name] = getattr(self, name)
@@ -234,7 +242,15 @@ class TemplateFields(Body):
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """The messages with their content as text: parts of type text are joined, other parts refused."""
-        return [{**message, "content": _content(message.get("content"))} for message in self.messages]
+        found = []
+        for index, message in enumerate(self.messages):
+            where = f"messages.{index}"
+            if not isinstance(message.get("role"), str):
+                raise InvalidInput(
+                    f"{where}.role: a text is needed, such as user, got {reprlib.repr(message.get('role'))}"
+                )
+            found.append({**message, "content": _content(message.get("content"), f"{where}.content")})
+        return found
 
 
 class ChatBody(TemplateFields, SamplingFields, RequestFields):
@@ -272,21 +288,24 @@ class DetokenizeBody(Body):
     tokens: TokenIds
 
 
-def _content(content: Any) -> Any:
-    if not isinstance(content, list):
+def _content(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise InvalidInput(f"{where}: a text, a list of parts or null is needed, got {reprlib.repr(content)}")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise InvalidInput(f"a message part of type {kind!r} is not served: only text")
+            raise InvalidInput(f"{where}: a part of type {reprlib.repr(kind)} is not served: only text")
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _structured(wanted: dict[str, Any] | None, response_format: dict[str, Any] | None) -> StructuredOutputs | None:
     """vLLM's ``structured_outputs`` or OpenAI's ``response_format``; not both."""
-    wanted = {name: value for name, value in (wanted or {}).items() if value not in (None, False)}
+    kinds = ("json", "regex", "choice")
+    wanted = {k: v for k, v in (wanted or {}).items() if v is not None and (v is not False or k in kinds)}
     if response_format is not None:
         kind = response_format.get("type")
         if kind == "json_object":
@@ -305,16 +324,28 @@ def _structured(wanted: dict[str, Any] | None, response_format: dict[str, Any] |
         wanted = found or wanted
     if not wanted:
         return None
-    served = {"json", "regex", "choice", "json_object"}
-    if len(wanted) != 1 or not set(wanted) <= served:
+    if len(wanted) != 1 or not set(wanted) <= {*kinds, "json_object"}:
         raise InvalidInput(f"structured_outputs takes exactly one of json, regex and choice, got {sorted(wanted)}")
     name, value = next(iter(wanted.items()))
     if name == "json_object":
+        if value is not True:
+            raise InvalidInput(f"structured_outputs: json_object must be true or false, got {reprlib.repr(value)}")
         name, value = "json", {"type": "object"}
     if name == "json":
-        return StructuredOutputs(json=value if isinstance(value, str) else json.dumps(value))
+        return _schema(value)
     if name == "choice":
         if not isinstance(value, list):
             raise InvalidInput(f"structured_outputs: choice is a list of texts, got {value!r}")
         return StructuredOutputs(choice=tuple(value))
     return StructuredOutputs(regex=value)
+
+
+def _schema(value: Any) -> StructuredOutputs:
+    """A JSON schema as an object, or as the text of one. ``true`` and ``false`` are schemas too, but no use here."""
+    try:
+        found = StructuredOutputs(json=value if isinstance(value, str) else json.dumps(value))
+        if isinstance(json.loads(found.json or ""), dict):
+            return found
+    except (json.JSONDecodeError, RecursionError):
+        pass
+    raise InvalidInput(f"structured_outputs: json is a schema, as object or as text, got {reprlib.repr(value)}")

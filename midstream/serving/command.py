@@ -133,8 +133,16 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def server_settings(arguments: argparse.Namespace) -> ServerSettings:
     given = vars(arguments)
-    secrets = {name: os.environ[variable] for name, variable in _SECRETS.items() if os.environ.get(variable)}
+    secrets = {name: os.environ[variable] for name, variable in _SECRETS.items() if variable in os.environ}
     return ServerSettings(**{**secrets, **{f.name: given[f.name] for f in fields(ServerSettings) if f.name in given}})
+
+
+def control_routes(settings: ServerSettings, url: str | None) -> str:
+    """What the banner says after the word control."""
+    guard = "behind --control-token" if settings.control_token else "open"
+    if settings.has_control_address:
+        return f"on {url}, {guard}"
+    return (settings.control_off or guard).removeprefix("control routes are ")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -152,12 +160,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     def ready(status: dict[str, Any]) -> None:
         generation = "behind --api-key" if settings.api_key else "open"
-        control = settings.control_off or ("behind --control-token" if settings.control_token else "open")
-        if settings.has_control_address:
-            control = f"on {server.control_url}, {'behind --control-token' if settings.control_token else 'open'}"
         print(f"midstream: serving {server.front.names[0]} on {server.url}")
         print(f"  model    {model}, weight version {status['version']!r} ({status['weights_id'][:12]})")
         print(f"  memory   {memory_plan(llm, status)}")
+        control = control_routes(settings, server.control_url)
         print(f"  routes   generation {generation}; control {control}; weights by {llm.config.weight_transfer_backend}")
         print("  Ctrl-C ends it", flush=True)
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -33,6 +34,8 @@ class Frontend:
         self.llm = llm
         self.settings = settings
         self.metrics = ServerMetrics()
+        if llm.config.tokenizer is not None and not self.has_text:
+            raise InvalidInput(f"there is no tokenizer at {llm.config.tokenizer}: give a directory with tokenizer.json")
         self.jobs = Jobs(llm, settings, self.metrics)
         given = llm.config.model_name or llm.config.model
         self.names = settings.served_model_name or (given,)
@@ -81,13 +84,23 @@ class Frontend:
         except Exception as error:
             raise InvalidInput(f"the text can not be made into tokens: {type(error).__name__}: {error}") from error
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self.beside(lambda: self.llm.text.encode(text, add_special_tokens))
+    async def encode(self, texts: list[str], add_special_tokens: bool = True, at_least: int = 0) -> list[list[int]]:
+        """Each text's ids. Raises InvalidInput, before encoding it, for a text that can not fit into max_model_len and
+        has more than ``at_least`` characters."""
+        max_chars = await self._max_chars(at_least)
+        encode = self.llm.text.encode
+        # One by one: other requests' texts come in between.
+        return [await self.beside(partial(encode, text, add_special_tokens, max_chars)) for text in texts]
 
-    async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
-        if arguments.get("chat_template"):
-            arguments = {**arguments, "time_limit_s": _TEMPLATE_S, "max_chars": self.settings.max_body_bytes}
-        return await self.beside(lambda: self.llm.text.apply_chat_template(messages, **arguments))
+    async def chat_ids(self, messages: list[dict[str, Any]], arguments: dict[str, Any], at_least: int = 0) -> list[int]:
+        """The ids of ``messages`` under the chat template. Raises InvalidInput as :meth:`encode` does."""
+        limit_s = _TEMPLATE_S if arguments.get("chat_template") else None
+        max_chars = await self._max_chars(at_least)
+        return await self.beside(lambda: self.llm.text.apply_chat_template(messages, limit_s, max_chars, **arguments))
+
+    async def _max_chars(self, at_least: int) -> int:
+        fits = await self.beside(lambda: self.llm.text.max_chars(self.max_model_len))
+        return min(max(fits, at_least), self.settings.max_body_bytes)
 
     # -- jobs --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -218,11 +217,14 @@ def make_router(front: Frontend) -> APIRouter:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidInput("tokenize takes prompt or messages: give one of them")
+        limit = front.settings.max_request_tokens
         if body.prompt is not None:
-            ids = await front.encode(body.prompt, body.add_special_tokens is not False)
+            [ids] = await front.encode([body.prompt], body.add_special_tokens is not False, limit)
         else:
             template = TemplateFields.model_validate({"messages": body.messages, **(body.model_extra or {})})
-            ids = await front.chat_ids(template.plain_messages(), template.template_arguments(front.settings))
+            ids = await front.chat_ids(template.plain_messages(), template.template_arguments(front.settings), limit)
+        if len(ids) > limit:
+            raise InvalidInput(f"these are {len(ids)} tokens, over the limit of {limit}: send several requests")
         found: dict[str, Any] = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = await front.beside(lambda: [front.llm.text.token(token) for token in ids])
@@ -232,7 +234,12 @@ def make_router(front: Frontend) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """Ids to text, special tokens included."""
         front.check_model(body.model)
-        text = front.llm.text
+        text, limit = front.llm.text, front.settings.max_request_tokens
+        if len(body.tokens) > limit:
+            raise InvalidInput(f"these are {len(body.tokens)} tokens, over the limit of {limit}: send several requests")
+        limit = front.started["vocab_size"]
+        if body.tokens and (largest := max(body.tokens)) >= limit:
+            raise InvalidInput(f"tokens: {largest} is no token id of this model: they are in [0, {limit - 1}]")
         return {"prompt": await front.beside(lambda: text.decode(body.tokens, skip_special_tokens=False))}
 
     return router
@@ -240,11 +247,13 @@ def make_router(front: Frontend) -> APIRouter:
 
 async def _prompts(front: Frontend, prompt: str | list[Any]) -> list[list[int]]:
     """Every form of prompt as ids. Ids go through as they are."""
-    if isinstance(prompt, str):
-        return [await front.encode(prompt)]
-    if isinstance(prompt[0], str):
-        return list(await asyncio.gather(*(front.encode(text) for text in prompt)))
-    return prompt if isinstance(prompt[0], list) else [prompt]
+    texts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(texts[0], str):
+        limit = front.settings.max_request_sequences
+        if len(texts) > limit:  # before work on them
+            raise InvalidInput(f"{len(texts)} prompts are over the limit of {limit}: send several requests")
+        return await front.encode(texts)
+    return texts if isinstance(texts[0], list) else [texts]
 
 
 def _card(front: Frontend, name: str) -> dict[str, Any]:

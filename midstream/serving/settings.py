@@ -31,12 +31,13 @@ class ServerSettings:
     """Serve control routes without a token on an address that others can reach."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """Of which distribution answers give logprobs: the model's (raw), or the one sampled from (processed)."""
-    max_body_bytes: int = 16 << 20
-    """A longer request body is refused."""
+    max_body_bytes: int = 8 << 20
+    """A longer request body is refused: everybody waits while one is parsed."""
     max_concurrency: int = 1024
     """Generation requests at work at the same time; one more is refused as retryable."""
     max_request_tokens: int = 1 << 20
-    """Prompt tokens in one request, all its prompts together."""
+    """Prompt tokens in one request, all its prompts together. /tokenize takes as many characters, or more where they
+    can be a prompt."""
     max_request_sequences: int = 1024
     """Prompts times n in one request."""
     reattach_s: float = 30.0
@@ -67,7 +68,7 @@ class ServerSettings:
         for name in ("api_key", "control_token"):
             value = getattr(self, name)
             if value is not None and not value.strip():
-                raise InvalidInput(f"{name} is empty: give a key, or leave it away")
+                raise InvalidInput(f"{name} is empty: give a key, or leave it (MIDSTREAM_{name.upper()} too) away")
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise InvalidInput(f"logprobs_mode must be raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}")
         if self.has_control_address and not (

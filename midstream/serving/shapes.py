@@ -34,7 +34,10 @@ def _alternatives(entries: dict[int, Logprob], number: int) -> list[tuple[int, L
 def completion_logprobs(
     out: CompletionOutput, start: int, end: int, *, as_ids: bool, text_offset: int
 ) -> dict[str, Any] | None:
-    """OpenAI's completions shape for output tokens [start, end); None where logprobs were not asked for."""
+    """OpenAI's completions shape for output tokens [start, end); None where logprobs were not asked for.
+
+    An alternative whose text another has (half a character looks like every other half) goes by "token_id:N".
+    """
     if out.logprobs is None:
         return None
     tokens, offsets, tops = [], [], []
@@ -43,7 +46,11 @@ def completion_logprobs(
         tokens.append(token_name(token_id, entries[token_id], as_ids))
         offsets.append(offset)
         offset += len(entries[token_id].decoded_token or "")
-        tops.append({token_name(t, entry, as_ids): finite(entry.logprob) for t, entry in entries.items()})
+        top: dict[str, float] = {}  # the sampled token comes first, so it keeps its name
+        for candidate, entry in entries.items():
+            name = token_name(candidate, entry, as_ids)
+            top[f"token_id:{candidate}" if name in top else name] = finite(entry.logprob)
+        tops.append(top)
     return {
         "tokens": tokens,
         "token_logprobs": [

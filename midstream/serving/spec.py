@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
+from midstream.serving.bodies import NOT_OF_A_TEMPLATE
 from midstream.serving.frontend import Frontend
 from midstream.serving.rl import WeightRoutes
 from midstream.types import MAX_SEED
@@ -58,6 +59,9 @@ _FORMATS = [
 _PROPERTIES: dict[str, dict[str, Any]] = {
     "seed": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_SEED}, _NULL]},  # get_openapi rounds it up
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+    "chat_template_kwargs": {
+        "anyOf": [{"type": "object", "propertyNames": {"not": {"enum": sorted(NOT_OF_A_TEMPLATE)}}}, _NULL]
+    },
     "structured_outputs": {
         "anyOf": [_only({"json": _GRAMMAR}), _only({"regex": _TEXT}), _only({"choice": _CHOICE}), _NULL]
     },

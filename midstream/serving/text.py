@@ -14,6 +14,13 @@ from typing import Any
 
 from midstream.errors import InvalidInput
 
+_CHARS_PER_TOKEN = 64
+"""A token stands for at least this many characters in a limit: tokenizers may drop spaces, or join what they do not
+know, so a vocabulary of short tokens says little."""
+
+_LONG = 4096
+"""More ids are decoded as a batch, which lets other threads run, and costs more where there are few."""
+
 
 class Text:
     """A model's tokenizer. Loaded on first use: a client that speaks token ids never pays for it."""
@@ -23,6 +30,7 @@ class Text:
         self._source = pathlib.Path(source).expanduser()
         self._fast: Any = None
         self._full: Any = None
+        self._longest = 0
 
     @property
     def exists(self) -> bool:
@@ -43,12 +51,25 @@ class Text:
         """Load now what the first use would load."""
         self._backend()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Text → ids, with the special tokens the tokenizer itself adds unless they are not wanted."""
-        return list(self._backend().encode(text, add_special_tokens=add_special_tokens).ids)
+    def max_chars(self, num_tokens: int) -> int:
+        """A text of more characters can not be ``num_tokens`` tokens: the longest token's, times their number."""
+        if not self._longest:
+            self._longest = max(_CHARS_PER_TOKEN, *map(len, self._backend().get_vocab()))
+        return num_tokens * self._longest
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_chars: int | None = None) -> list[int]:
+        """Text → ids, with the special tokens the tokenizer itself adds unless they are not wanted.
+
+        Raises InvalidInput for a text of more than ``max_chars`` characters, before any work on it.
+        """
+        _check_length(text, max_chars)
+        # A batch of one, because only batches let other threads run: a long text takes seconds.
+        return list(self._backend().encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Ids → text, special tokens left out unless they are wanted."""
+        if len(ids) > _LONG:
+            return str(self._backend().decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self._backend().decode(ids, skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
@@ -68,7 +89,7 @@ class Text:
         max_chars: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Messages → prompt ids, ready for the assistant's turn. The two limits are for a template of a stranger's."""
+        """Messages → prompt ids, ready for the assistant's turn. Limits: of the rendering, and of the text it makes."""
         tokenizer = self.tokenizer()
         if not (kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise InvalidInput(f"the tokenizer at {self._source} has no chat template: give prompts, not messages")
@@ -77,11 +98,11 @@ class Text:
                 text = tokenizer.apply_chat_template(
                     messages, tokenize=False, **{"add_generation_prompt": True, **kwargs}
                 )
-            if max_chars is not None and len(text) > max_chars:
-                raise InvalidInput(f"it makes {len(text)} characters, over the limit of {max_chars}")
         except Exception as error:  # the template is a program of the model's authors: it may raise anything
             raise InvalidInput(f"the chat template can not show these messages: {error}") from error
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        _check_length(text, max_chars)
+        batch = tokenizer([text], add_special_tokens=False, return_attention_mask=False)  # a batch: as in encode
+        return list(batch["input_ids"][0])
 
     def tokenizer(self) -> Any:
         """The transformers tokenizer (chat templates, GGUF vocabularies)."""
@@ -106,6 +127,11 @@ class Text:
             else:
                 self._fast = self.tokenizer().backend_tokenizer
         return self._fast
+
+
+def _check_length(text: str, max_chars: int | None) -> None:
+    if max_chars is not None and len(text) > max_chars:
+        raise InvalidInput(f"the text has {len(text)} characters, over the limit of {max_chars}: shorten it")
 
 
 @contextlib.contextmanager
