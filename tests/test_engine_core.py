@@ -1248,3 +1248,8 @@ def test_the_step_log_has_every_step_and_commit(make: Callable[..., Driver], tmp
         and sum(e["reprefill"] for e in steps) == driver.core.scheduler.num_reprefilled_tokens
     )
     assert all(a["t1"] <= b["t0"] for a, b in itertools.pairwise(entries))
+
+
+def test_a_cache_larger_than_any_memory_is_refused_by_its_size(models: pathlib.Path) -> None:
+    with pytest.raises(InvalidInput, match=r"no memory for \d+ KV blocks \(\d+ bytes\)"):
+        Driver(models / "w0", num_blocks=1 << 45)

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from midstream.errors import InvalidInput
 from midstream.models.config import ModelConfig
 from midstream.models.llama import Llama
 from midstream.models.weights import LayerWeights, ModelWeights
@@ -33,10 +34,15 @@ class ModelRunner:
         self.allocate()
 
     def allocate(self) -> None:
-        """Memory for every block."""
+        """Memory for every block. Raises InvalidInput where there is not so much."""
         f, size = self.model.config.head_dim, self.block_size
-        self.key_cache = torch.empty(*self._shape, f, size, dtype=self._dtype, device=self.device)
-        self.value_cache = torch.empty(*self._shape, size, f, dtype=self._dtype, device=self.device)
+        try:
+            self.key_cache = torch.empty(*self._shape, f, size, dtype=self._dtype, device=self.device)
+            self.value_cache = torch.empty(*self._shape, size, f, dtype=self._dtype, device=self.device)
+        except RuntimeError as error:
+            blocks = self._shape[1]
+            needed = blocks * self.block_bytes(self.model.config, self._dtype, size)
+            raise InvalidInput(f"no memory for {blocks} KV blocks ({needed} bytes): lower the KV cache") from error
         self._layers = list(zip(self.key_cache.unbind(0), self.value_cache.unbind(0), strict=True))
 
     def free(self) -> None:
