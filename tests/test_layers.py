@@ -43,7 +43,7 @@ NO_TORCH = (
     "types", "config", "errors", "metrics",
     "kv.block_pool", "kv.manager", "kv.connector",
     "engine.scheduler", "engine.protocol", "engine.grammar",
-    "models.shards", "weights.session", "weights.columns",
+    "weights.session", "weights.columns",
     "serving.client", "serving.router",
     "rl.types", "rl.buffer", "rl.advantage",
 )  # fmt: skip

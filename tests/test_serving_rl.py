@@ -497,6 +497,7 @@ import socket, sys, time
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 connection = listener.accept()[0]
+sys.stdin.readline()
 connection.sendall(bytes(int(sys.argv[1])))
 print("sent", flush=True)
 time.sleep(600)
@@ -514,18 +515,23 @@ def test_case_026_a_trainer_that_was_killed_is_followed_by_another(models: pathl
             for round_ in range(20):
                 death = ("idle", "update open", "in a tensor")[round_ % 3]
                 num_sent = next(iter(W0.values())).nbytes + 10 if death == "in a tensor" else 0
-                with subprocess.Popen([sys.executable, "-c", MORTAL, str(num_sent)], stdout=subprocess.PIPE) as mortal:
-                    assert mortal.stdout is not None
-                    port = int(mortal.stdout.readline())
-                    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-                    await c.post("/init_weight_transfer_engine", {"init_info": info})
-                    if death != "idle":
-                        await c.post("/start_weight_update")
-                    if num_sent:
-                        chunk = {"update_info": info_of(W0)}
-                        cut_off = asyncio.create_task(c.http.post("/update_weights", json=chunk))
-                        assert await asyncio.to_thread(mortal.stdout.readline) == b"sent\n"
-                    mortal.kill()
+                command = [sys.executable, "-c", MORTAL, str(num_sent)]
+                with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as mortal:
+                    assert mortal.stdin is not None and mortal.stdout is not None
+                    try:
+                        port = int(mortal.stdout.readline())
+                        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+                        await c.post("/init_weight_transfer_engine", {"init_info": info})
+                        if death != "idle":
+                            await c.post("/start_weight_update")
+                        if num_sent:
+                            chunk = {"update_info": info_of(W0)}
+                            cut_off = asyncio.create_task(c.http.post("/update_weights", json=chunk))
+                            mortal.stdin.write(b"\n")
+                            mortal.stdin.flush()
+                            assert await asyncio.to_thread(mortal.stdout.readline) == b"sent\n"
+                    finally:
+                        mortal.kill()
                 if num_sent:
                     assert (await cut_off).status_code == 400
                 with Trainer() as trainer:

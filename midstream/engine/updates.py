@@ -89,7 +89,6 @@ class WeightUpdates:
     def start(
         self, op: int, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
     ) -> None:
-        self._core.worker.transfer.require_drained()
         reply = self._start(mode, cast, manifest)
         self._broken_off = None
         self._core.reply(op, {**reply, **self._core.version()})
