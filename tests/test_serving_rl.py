@@ -493,14 +493,14 @@ def test_the_checker_resets_only_while_paused_as_a_commit(models: pathlib.Path) 
 
 
 MORTAL = """
-import socket, sys, time
+import socket, sys
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 connection = listener.accept()[0]
 sys.stdin.readline()
 connection.sendall(bytes(int(sys.argv[1])))
 print("sent", flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
