@@ -19,7 +19,7 @@ from midstream.models.llama import Llama
 from midstream.models.weights import LayerWeights, ModelWeights
 from midstream.ops.attention import AttentionMetadata, PagedAttention, Placement
 from midstream.ops.layers import split_rope
-from midstream.ops.sampling import is_plain, processed_logprobs, token_logprobs
+from midstream.ops.sampling import processed_logprobs
 from midstream.types import SamplingParams
 
 Sequences = Sequence[tuple[list[int], list[list[int]]]]
@@ -131,11 +131,8 @@ def sequence_logprobs(
 
     hidden = model.forward(weights, batch.input_ids, attend)
     step = max(_LOGIT_BYTES // (4 * model.config.vocab_size), 1)
-    plain = is_plain(params)
     out = []
     for rows, ids in zip(batch.rows.split(step), batch.targets.split(step), strict=True):
         logits = model.logits(weights, hidden.index_select(0, rows))
-        out.append(
-            token_logprobs(logits, ids) if plain else processed_logprobs(logits, ids, [params] * len(ids))
-        )
+        out.append(processed_logprobs(logits, ids, [params] * len(ids)))
     return torch.cat(out)

@@ -110,11 +110,6 @@ def _divisor(p: SamplingParams) -> float:
     return min(max(p.temperature, _COLDEST), _HOTTEST) if p.temperature else 1.0
 
 
-def is_plain(p: SamplingParams) -> bool:
-    """The distribution sampled from is the model's own: raw and processed logprobs are the same."""
-    return p.temperature == 1 and p.top_k <= 0 and p.top_p >= 1 and not p.min_p and p.repetition_penalty == 1
-
-
 def _rows(params: Sequence[SamplingParams], u: np.ndarray | None = None) -> np.ndarray:
     """How the kernels shall draw from each row; a greedy row's distribution is not truncated."""
     rows = np.zeros(len(params), cpu.ROW)
