@@ -85,18 +85,19 @@ def test_updates_by_directory_under_32_requests_lose_and_repeat_nothing(
             await http.post("/pause?mode=keep")  # so that all begin in one step and go on together
             tasks = [asyncio.create_task(rollout(http, i)) for i in range(NUM_IN_FLIGHT)]
             first = await until(http, lambda s: s["held"] == NUM_IN_FLIGHT)
-            wanted = first["num_sampled_tokens"]
-            await http.post("/resume")
+            status = first
             for k in range(NUM_SEQUENCES):
-                status = await until(http, lambda s: s["num_sampled_tokens"] >= wanted + NUM_IN_FLIGHT)  # noqa: B023
-                wanted = status["num_sampled_tokens"]
-                paused = await http.post("/pause?mode=keep&clear_cache=false")
-                assert paused.status_code == 200 and paused.json()["status"] == "paused"
-                assert (await http.get("/status")).json()["held"] == NUM_IN_FLIGHT
+                wanted = status["num_sampled_tokens"] + NUM_IN_FLIGHT
+                while status["num_sampled_tokens"] < wanted:  # asked while paused: no request ends meanwhile
+                    assert (await http.post("/resume")).status_code == 200
+                    paused = await http.post("/pause?mode=keep&clear_cache=false")
+                    assert paused.status_code == 200 and paused.json()["status"] == "paused"
+                    status = (await http.get("/status")).json()
+                assert status["held"] == NUM_IN_FLIGHT
                 body = {"weight_dir": str(models / names[k % len(names)])}
                 updated = await http.post("/update_weights", json=body)
                 assert updated.status_code == 200 and updated.json()["number"] == first["number"] + k + 1
-                assert (await http.post("/resume")).status_code == 200
+            assert (await http.post("/resume")).status_code == 200
             found = await asyncio.gather(*tasks)
             numbers = [first["number"] + k for k in range(NUM_SEQUENCES + 1)]
             for one, whole in zip(found, undisturbed, strict=True):
