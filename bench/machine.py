@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import time
+from typing import Any
 
 import torch
 
@@ -75,3 +76,28 @@ def read_bytes_per_s(size: int = 512 << 20) -> float:
         block.sum()
         best = max(best, size / (time.perf_counter() - start))
     return best
+
+
+def figure(
+    name: str,
+    value: float,
+    unit: str,
+    reference: float | None = None,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    of: str = "value",
+    **more: Any,
+) -> dict[str, Any]:
+    """One line of results.jsonl. ``reference`` is the peer's value or the limit, in the same unit, from the same run;
+    ``ratio`` is value / reference. ``at_least`` or ``at_most``: what is asked of the value, or of the ratio where
+    ``of`` says so; ``met`` whether it is so."""
+    found: dict[str, Any] = {"name": name, "value": round(value, 4), "unit": unit}
+    found["reference"] = None if reference is None else round(reference, 4)
+    found["ratio"] = None if reference is None else round(value / reference, 4)
+    judged = value if of == "value" else value / (reference or float("nan"))
+    if at_least is not None:
+        found |= {"at_least": at_least, "of": of, "met": judged >= at_least}
+    if at_most is not None:
+        found |= {"at_most": at_most, "of": of, "met": judged <= at_most}
+    return found | more
