@@ -47,7 +47,7 @@ class Model:
 
 MODELS = [Model(v, d) for v in VARIANTS for d in ("float32", "bfloat16")]
 MODELS += [Model("qwen3", "bfloat16", "reference"), Model("llama-bias", "float32", "reference")]
-MODELS += [Model("qwen3", "float32", "plain"), Model("llama", "bfloat16", "plain"), Model("qwen2", "float32", "both")]
+MODELS += [Model("qwen3", "float32", "reference"), Model("llama", "bfloat16", "reference")]
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +65,8 @@ EVERY = pytest.mark.parametrize("model", MODELS, indirect=True, ids=str)
 
 @pytest.fixture(params=[pytest.param(m, marks=() if m in CORE else pytest.mark.slow) for m in MODELS], ids=str)
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Model:
-    if request.param.twins in ("reference", "both"):
+    if request.param.twins == "reference":
         monkeypatch.setattr(cpu, "library", lambda: None)
-    if request.param.twins in ("plain", "both"):
-        monkeypatch.setenv("MIDSTREAM_PACKED", "0")
     return request.param
 
 

@@ -1,17 +1,15 @@
 """Row operations of the decoder and the row-stable linear product.
 
-Everything here gives a row the same bits whatever the other rows are. For products that is a property of the library
-and of the shape, so it is tried before it is trusted: see :class:`LinearWeight`.
+Everything here gives a row the same bits whatever the other rows are. For torch's own products that is a property of
+the library and of the shape, so it is tried before it is trusted: see :class:`LinearWeight`.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from midstream.ops import cpu, reference
 
@@ -155,59 +153,15 @@ class _SplitRope(torch.autograd.Function):
         return grad, *norms, None, None
 
 
-_MAX_ROWS = 8192
-"""Rows in one product at most; more are cut into slices."""
 PAIRED = -1
 _TILES = (0, PAIRED, 32, 8, 1)
-"""Row tiles tried, in this order: whole batches where they are row-stable."""
+"""Row tiles tried for plain products, in this order: whole batches where they are row-stable."""
 _PROBE_ROWS = (2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127)
 
 
-def packing_available() -> bool:
-    """Whether torch's private oneDNN products exist here. MIDSTREAM_PACKED=0 forces the plain products."""
-    return (
-        os.environ.get("MIDSTREAM_PACKED") != "0"
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 128)  # type: ignore[no-any-return]
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, packed: bool) -> torch.Tensor:
-    if packed:
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
-    return F.linear(x, weight)
-
-
-def _size(rows: int) -> int:
-    """``rows`` rounded up by an eighth at most. oneDNN keeps code and scratch memory for each of the last 1024 shapes
-    it has multiplied; batches of every size would fill that with hundreds of megabytes."""
-    step = 1 << max(rows.bit_length() - 4, 0)
-    return -(-rows // step) * step
-
-
-def _tiled(x: torch.Tensor, weight: torch.Tensor, packed: bool, tile: int) -> torch.Tensor:
-    """The product in calls of exactly ``tile`` rows; tile 0: all rows at once, at most _MAX_ROWS; tile PAIRED: so too,
-    but a row alone, which takes another path in the library, gets company."""
-    rows = x.shape[0]
-    if tile <= 0:
-        if rows > _MAX_ROWS:
-            return torch.cat([_tiled(part, weight, packed, tile) for part in x.split(_MAX_ROWS)])
-        size = max(_size(rows) if packed else rows, 2 if tile == PAIRED else 1)
-        if size == rows:
-            return _product(x, weight, packed)
-        return _product(F.pad(x, (0, 0, 0, size - rows)), weight, packed)[:rows]
-    padded = F.pad(x, (0, 0, 0, -rows % tile))
-    return torch.cat([_product(part.contiguous(), weight, packed) for part in padded.split(tile)])[:rows]
-
-
 @functools.cache
-def _choose_tile(rows_out: int, width: int, dtype: torch.dtype, packed: bool, threads: int) -> int:
-    """The largest tile for which a row's bits do not depend on the number or place of its neighbours.
+def _choose_tile(rows_out: int, width: int, dtype: torch.dtype, threads: int) -> int:
+    """The largest tile for which a row's bits in ``reference.linear`` do not depend on its neighbours.
 
     Tried on numbers of this very shape, once per process (a second at most): every row of batches of many sizes, at two
     offsets, against the same row in a batch of 128. The terms of each sum cancel, so what is left is what the order of
@@ -220,12 +174,10 @@ def _choose_tile(rows_out: int, width: int, dtype: torch.dtype, packed: bool, th
     weight = torch.randn(min(rows_out, 4096), width, generator=generator).to(dtype)
     x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, mirror], -weight[:, mirror]
     weight[:, 2 * half :] = 0
-    if packed:
-        weight = _pack(weight)
     for tile in _TILES[:-1]:
-        whole = _tiled(x, weight, packed, tile)
+        whole = reference.linear(x, weight, tile)
         if all(
-            torch.equal(_tiled(x[at : at + n].clone(), weight, packed, tile), whole[at : at + n])
+            torch.equal(reference.linear(x[at : at + n].clone(), weight, tile), whole[at : at + n])
             for n in (1, *_PROBE_ROWS)
             for at in (0, 3)
         ):
@@ -236,7 +188,7 @@ def _choose_tile(rows_out: int, width: int, dtype: torch.dtype, packed: bool, th
 class LinearWeight:
     """A weight [N, K] of a row-stable product, in the layout the product likes.
 
-    ``plain`` is kept where gradients need it (the trainer) or where there is no packed form; otherwise the packed
+    ``plain`` is kept where gradients need it (the trainer) or where there is no kernel for it; otherwise the packed
     form is the only copy and :meth:`dense` restores it. ``plain`` may carry gradients: they reach it in its dtype.
     """
 
@@ -244,24 +196,25 @@ class LinearWeight:
 
     def __init__(self, weight: torch.Tensor, keep_plain: bool = False) -> None:
         self.shape, self.dtype = tuple(weight.shape), weight.dtype
-        use = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and packing_available()
-        self.packed = _pack(weight.detach()) if use else None
-        self.plain = weight if keep_plain or not use else None
+        has_kernel = cpu.supports(weight, weight.shape[1])
+        self.packed = cpu.pack(weight.detach()) if has_kernel else None
+        self.plain = weight if keep_plain or not has_kernel else None
         self.tile = 0
-        if weight.device.type == "cpu":
-            self.tile = _choose_tile(*self.shape, self.dtype, use, torch.get_num_threads())
+        if weight.is_cpu and not has_kernel:
+            self.tile = _choose_tile(*self.shape, self.dtype, torch.get_num_threads())
 
     def dense(self) -> torch.Tensor:
         """The weight [N, K] as it was given, bit for bit (a copy where only the packed form is held)."""
         if self.plain is not None:
             return self.plain.detach()
         assert self.packed is not None
-        return self.packed.to_dense()
+        return cpu.unpack(self.packed, self.shape[0], self.dtype)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.plain if self.packed is None else self.packed
-        assert weight is not None
-        return _tiled(x, weight, self.packed is not None, self.tile)
+        if self.packed is not None:
+            return cpu.linear(x.contiguous(), self.packed, self.shape[0])
+        assert self.plain is not None
+        return reference.linear(x, self.plain, self.tile)
 
 
 class _Linear(torch.autograd.Function):

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from midstream.ops import cpu
-from midstream.ops.layers import packing_available
 
 
 def fingerprint(dtype: torch.dtype, block_size: int) -> dict[str, Any]:
     """Plain data, compared for equality."""
     library = cpu.library()
     return {
-        "attention": "reference" if library is None else str(library._name).rsplit("/", 1)[-1],
-        "linear": "packed" if packing_available() else "plain",
+        "kernels": "reference" if library is None else str(library._name).rsplit("/", 1)[-1],
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "dtype": str(dtype).removeprefix("torch."),

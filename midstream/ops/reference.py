@@ -28,6 +28,23 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+_MAX_ROWS = 8192
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> torch.Tensor:
+    """x [T, K] @ weight [N, K]^T, in calls of exactly ``tile`` rows; 0: all rows at once, at most 8,192; -1: so too,
+    but a row alone, which takes another path in the library, gets company."""
+    rows = x.shape[0]
+    if tile > 0:
+        padded = F.pad(x, (0, 0, 0, -rows % tile))
+        return torch.cat([F.linear(part.contiguous(), weight) for part in padded.split(tile)])[:rows]
+    if rows > _MAX_ROWS:
+        return torch.cat([linear(part, weight, tile) for part in x.split(_MAX_ROWS)])
+    if tile < 0 and rows == 1:
+        return F.linear(F.pad(x, (0, 0, 0, 1)), weight)[:1]
+    return F.linear(x, weight)
+
+
 def split_rope(
     qkv: torch.Tensor,
     rope: Rope,

@@ -196,6 +196,31 @@ def split_rope_backward(
     return out
 
 
+_PANEL = 48
+"""Outputs that stand side by side in a packed weight: ``WIDTH`` of linear.cpp."""
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """weight [N, K] in the layout of :func:`linear`: [panels, K / P, 48, P], bf16 pairs as one int32."""
+    n, k = weight.shape
+    whole = torch.nn.functional.pad(weight, (0, 0, 0, -n % _PANEL)).contiguous()
+    lanes = whole.view(torch.int32) if whole.dtype == torch.bfloat16 else whole
+    return lanes.view(-1, _PANEL, lanes.shape[1]).transpose(1, 2).contiguous()
+
+
+def unpack(packed: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [n, K] that :func:`pack` was given."""
+    return packed.transpose(1, 2).contiguous().view(dtype).flatten(0, 1)[:n]
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, n: int) -> torch.Tensor:
+    """Contract of ``ops.layers.linear`` without a bias, for a weight [n, K] that is packed."""
+    rows, width = x.shape
+    out = x.new_empty(rows, n)
+    _function("linear", x.dtype, "ppplli")(*_pointers(out, x, packed), rows, n, width, torch.get_num_threads())
+    return out
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 

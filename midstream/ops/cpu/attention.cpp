@@ -14,36 +14,6 @@
 
 namespace {
 
-template <typename T> struct Pair;
-template <> struct Pair<float> {
-  static constexpr int P = 1;
-  typedef vec wide;  // L lanes of P neighbours
-  static wide get(const float* p) { return load(p); }
-  static wide spread(const float* p) { return splat(*p); }  // the same P neighbours in every lane
-  static void add(vec& sum, wide a, wide b) { sum += a * b; }
-};
-template <> struct Pair<bf16> {
-  static constexpr int P = 2;
-#ifdef __AVX512BF16__
-  typedef __m512i wide;
-  static wide get(const bf16* p) { return _mm512_loadu_si512(p); }
-  static wide spread(const bf16* p) { int32_t both; std::memcpy(&both, p, 4); return _mm512_set1_epi32(both); }
-  static void add(vec& sum, wide a, wide b) {  // sum[i] += a[2i] b[2i] + a[2i + 1] b[2i + 1]
-    sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-  }
-#else
-  typedef uvec wide;
-  static wide get(const bf16* p) { wide w; std::memcpy(&w, p, sizeof w); return w; }
-  static wide spread(const bf16* p) { uint32_t both; std::memcpy(&both, p, 4); return both - wide{}; }
-  static vec low(wide a) { a <<= 16; vec v; std::memcpy(&v, &a, sizeof v); return v; }
-  static vec high(wide a) { a &= 0xffff0000u; vec v; std::memcpy(&v, &a, sizeof v); return v; }
-  static void add(vec& sum, wide a, wide b) {
-    sum += low(a) * low(b);
-    sum += high(a) * high(b);
-  }
-#endif
-};
-
 inline void prefetch(const void* p, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 3);
 }

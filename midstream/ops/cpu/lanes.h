@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int L = 16;
+constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a second thread
 typedef float vec __attribute__((vector_size(L * 4), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(L * 4), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(L * 4), aligned(4)));
@@ -82,5 +83,37 @@ inline vec exp_neg(vec x) {
   std::memcpy(&p, &bits, sizeof p);
   return p;
 }
+
+// Products of neighbours: P of them, times as many lanes, go into one sum at a time. That is what bf16 has an instruction
+// for. sum[i] += a[Pi] b[Pi] + ... + a[Pi + P - 1] b[Pi + P - 1], in this order.
+template <typename T> struct Pair;
+template <> struct Pair<float> {
+  static constexpr int P = 1;
+  typedef vec wide;  // L lanes of P neighbours
+  static wide get(const float* p) { return load(p); }
+  static wide spread(const float* p) { return splat(*p); }  // the same P neighbours in every lane
+  static void add(vec& sum, wide a, wide b) { sum += a * b; }
+};
+template <> struct Pair<bf16> {
+  static constexpr int P = 2;
+#ifdef __AVX512BF16__
+  typedef __m512i wide;
+  static wide get(const bf16* p) { return _mm512_loadu_si512(p); }
+  static wide spread(const bf16* p) { int32_t both; std::memcpy(&both, p, 4); return _mm512_set1_epi32(both); }
+  static void add(vec& sum, wide a, wide b) {  // sum[i] += a[2i] b[2i] + a[2i + 1] b[2i + 1]
+    sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+#else
+  typedef uvec wide;
+  static wide get(const bf16* p) { wide w; std::memcpy(&w, p, sizeof w); return w; }
+  static wide spread(const bf16* p) { uint32_t both; std::memcpy(&both, p, 4); return both - wide{}; }
+  static vec low(wide a) { a <<= 16; vec v; std::memcpy(&v, &a, sizeof v); return v; }
+  static vec high(wide a) { a &= 0xffff0000u; vec v; std::memcpy(&v, &a, sizeof v); return v; }
+  static void add(vec& sum, wide a, wide b) {
+    sum += low(a) * low(b);
+    sum += high(a) * high(b);
+  }
+#endif
+};
 
 }  // namespace

@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a second thread
-
 // One head [F]: normalised where there is a weight, then rotated by cos, sin [F / 2] (times sign: -1 rotates back).
 template <typename T>
 inline void rotate(T* out, const T* x, const float* cos, const float* sin, const T* weight, float eps, float sign,
