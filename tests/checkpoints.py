@@ -19,7 +19,7 @@ BASE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": 160,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,

@@ -12,8 +12,8 @@ import torch
 from checkpoints import VARIANTS, write_checkpoint
 from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint
-from midstream.models.weights import LayerWeights, assemble
-from midstream.ops.attention import AttentionMetadata, rope_attention
+from midstream.models.weights import assemble
+from midstream.ops.attention import AttentionMetadata
 from midstream.rl.policy import Policy
 from midstream.serving.llm import LLM
 from midstream.types import SamplingParams
@@ -72,19 +72,16 @@ def our_logits(path: pathlib.Path, ids: list[int]) -> torch.Tensor:
     weights = assemble(c, dict(load_weights(checkpoint, torch.float32)))
     blocks = -(-len(ids) // size)
     keys, values = (
-        torch.zeros(blocks, c.num_kv_heads, c.head_dim, size),
-        torch.zeros(blocks, c.num_kv_heads, size, c.head_dim),
+        torch.zeros(c.num_layers, blocks, c.num_kv_heads, *shape)
+        for shape in ((c.head_dim, size), (size, c.head_dim))
     )
     meta = AttentionMetadata(
         torch.arange(blocks, dtype=torch.int32)[None], torch.tensor([0, len(ids)], dtype=torch.int32),
         torch.tensor([len(ids)], dtype=torch.int32), len(ids), torch.arange(len(ids)),
     )  # fmt: skip
 
-    def attend(_: int, qkv: torch.Tensor, of: LayerWeights) -> torch.Tensor:
-        positions = torch.arange(len(ids))
-        return rope_attention(qkv, model.rope, positions, of.q_norm, of.k_norm, keys, values, meta, model.scale)
-
-    return model.logits(weights, model.forward(weights, torch.tensor(ids), attend))
+    hidden = model.serve(weights, torch.tensor(ids), torch.arange(len(ids)), keys, values, meta)
+    return model.logits(weights, hidden)
 
 
 def test_logits_are_close(path: pathlib.Path) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from midstream.ops import attention, reference
 from midstream.ops.attention import AttentionMetadata, PagedAttention, Placement
-from midstream.ops.layers import Rope, split_rope
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -282,31 +281,3 @@ def test_gradients_are_those_of_the_dense_definition(dtype: torch.dtype, forced_
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).abs().max() < tolerance * (1 + theirs.abs().max())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
-def test_the_engines_one_call_is_its_three_parts(dtype: torch.dtype, normed: bool) -> None:
-    """Split and turn, write, attend: two requests in the middle of their prompts, a block size of two vectors."""
-    heads, kv_heads, dim, size = 6, 2, 32, 32
-    rope = Rope(heads, kv_heads, *(torch.rand(99, dim // 2) for _ in range(2)), 1e-5)
-    norms = [torch.rand(dim).to(dtype) for _ in range(2)] if normed else [None, None]
-    starts, counts, tables = [40, 0], [7, 20], [[3, 1], [0, 0]]
-    positions = torch.tensor([s + i for s, n in zip(starts, counts, strict=True) for i in range(n)])
-    owners = [r for r, n in enumerate(counts) for _ in range(n)]
-    slots = [tables[r][p // size] * size + p % size for r, p in zip(owners, positions.tolist(), strict=True)]
-    meta = AttentionMetadata(
-        block_tables=torch.tensor(tables, dtype=torch.int32),
-        cu_seqlens_q=torch.tensor([0, 7, 27], dtype=torch.int32),
-        seq_lens=torch.tensor([47, 20], dtype=torch.int32),
-        max_seqlen_q=20,
-        slot_mapping=torch.tensor(slots),
-    )
-    qkv = torch.randn(27, (heads + 2 * kv_heads) * dim).to(dtype)
-    before = [torch.randn(4, kv_heads, *shape).to(dtype) for shape in ((dim, size), (size, dim))]
-    caches = [[cache.clone() for cache in before] for _ in range(2)]
-    found = attention.rope_attention(qkv, rope, positions, *norms, *caches[0], meta, 0.2)
-    q, k, v = split_rope(qkv, rope, positions, *norms)
-    attention.write_kv(*caches[1], k, v, meta.slot_mapping)
-    assert torch.equal(found, attention.paged_attention(q, *caches[1], meta, 0.2).flatten(1))
-    assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))

@@ -9,8 +9,8 @@ import torch
 from midstream.errors import InvalidInput
 from midstream.models.config import ModelConfig
 from midstream.models.llama import Llama
-from midstream.models.weights import LayerWeights, ModelWeights
-from midstream.ops.attention import AttentionMetadata, rope_attention
+from midstream.models.weights import ModelWeights
+from midstream.ops.attention import AttentionMetadata
 from midstream.ops.sampling import prompt_logprobs, sample
 from midstream.types import ModelRunnerOutput, SchedulerOutput
 
@@ -43,12 +43,10 @@ class ModelRunner:
             blocks = self._shape[1]
             needed = blocks * self.block_bytes(self.model.config, self._dtype, size)
             raise InvalidInput(f"no memory for {blocks} KV blocks ({needed} bytes): lower the KV cache") from error
-        self._layers = list(zip(self.key_cache.unbind(0), self.value_cache.unbind(0), strict=True))
 
     def free(self) -> None:
         """Give the memory back; no step before :meth:`allocate`."""
         self.key_cache = self.value_cache = torch.empty(0)
-        self._layers = []
 
     @staticmethod
     def block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
@@ -86,13 +84,7 @@ class ModelRunner:
 
         ids = torch.tensor(list(itertools.chain.from_iterable(r.token_ids for r in requests)), device=to)
         at = torch.tensor(positions, device=to)
-        model = self.model
-
-        def attend(layer: int, qkv: torch.Tensor, of: LayerWeights) -> torch.Tensor:
-            keys, values = self._layers[layer]
-            return rope_attention(qkv, model.rope, at, of.q_norm, of.k_norm, keys, values, metadata, model.scale)
-
-        hidden = model.forward(weights, ids, attend)
+        hidden = self.model.serve(weights, ids, at, self.key_cache, self.value_cache, metadata)
 
         output = ModelRunnerOutput()
         drawn = [(i, r) for i, r in enumerate(requests) if r.sample]

@@ -2,6 +2,7 @@
 
 The forward is a function of (weights, tokens, attend). ``attend`` turns, splits and attends, and is the only difference
 between the two callers: the engine's writes K and V into its cache, the trainer's lays them out in blocks of that size.
+The engine's forward has a twin in the kernels, which is the same operations in one call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 
 from midstream.models.config import ModelConfig
 from midstream.models.weights import LayerWeights, ModelWeights
-from midstream.ops.layers import Rope, add_rms_norm, linear, silu_and_mul
+from midstream.ops import cpu
+from midstream.ops.attention import AttentionMetadata, paged_attention, write_kv
+from midstream.ops.layers import MAX_HALF, Rope, add_rms_norm, linear, silu_and_mul, split_rope
 
 Attend = Callable[[int, torch.Tensor, LayerWeights], torch.Tensor]
 """(layer, qkv [T, (H + 2K) F], its weights for the norms of q and k) → [T, H F]"""
@@ -48,6 +51,32 @@ class Llama:
             x, h = add_rms_norm(x, y, layer.post_norm, eps)
             y = linear(silu_and_mul(linear(h, layer.gate_up)), layer.down)
         return add_rms_norm(x, y, weights.norm, eps)[1]
+
+    def serve(
+        self,
+        weights: ModelWeights,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """:meth:`forward` of the newest tokens of some requests, whose K and V go into, and whose context comes from,
+        caches [layers, B, K, F, S] and [layers, B, K, S, F]. One call where the kernels serve the model."""
+        half, inner, size = self.rope.cos.shape[1], self.config.intermediate_size, key_cache.shape[-1]
+        fits = half <= MAX_HALF and cpu.supports(key_cache, half, inner, size, self.config.hidden_size)
+        if fits and weights.table is not None:
+            x = F.embedding(input_ids, weights.embed)
+            caches = (key_cache, value_cache, metadata, self.scale)
+            return cpu.decode(x, weights.table, inner, weights.norm, self.rope, positions, *caches)
+
+        def attend(layer: int, qkv: torch.Tensor, of: LayerWeights) -> torch.Tensor:
+            q, k, v = split_rope(qkv, self.rope, positions, of.q_norm, of.k_norm)
+            assert metadata.slot_mapping is not None
+            write_kv(key_cache[layer], value_cache[layer], k, v, metadata.slot_mapping)
+            return paged_attention(q, key_cache[layer], value_cache[layer], metadata, self.scale).flatten(1)
+
+        return self.forward(weights, input_ids, attend)
 
     def logits(self, weights: ModelWeights, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, D] → logits [R, V]."""

@@ -6,13 +6,17 @@ fused product; the embedding behind a tied head). Checkpoint names are the only 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from midstream.errors import WeightUpdateError
 from midstream.models.config import ModelConfig
+from midstream.ops import cpu
 from midstream.ops.layers import LinearWeight
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -99,6 +103,14 @@ class ModelWeights:
         self.embed: torch.Tensor = self.slots["embed"]  # type: ignore[assignment]
         self.norm: torch.Tensor = self.slots["norm"]  # type: ignore[assignment]
         self.head: LinearWeight = self.slots["head"]  # type: ignore[assignment]
+
+    @functools.cached_property
+    def table(self) -> ctypes.Array[Any] | None:
+        """All layers as the kernels' decoder wants them; None where a product has no kernel."""
+        found = [[getattr(layer, name) for name in cpu.LAYER] for layer in self.layers]
+        if not all(value.packed is not None for row in found for value in row if isinstance(value, LinearWeight)):
+            return None
+        return cpu.layer_table([[v.packed if isinstance(v, LinearWeight) else v for v in row] for row in found])
 
     def checkpoint(self, config: ModelConfig) -> dict[str, torch.Tensor]:
         """The weights under their checkpoint names, as they are really held (copies)."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from midstream.ops import cpu, reference
-from midstream.ops.layers import MAX_HALF, Rope, split_rope
 
 
 @dataclass(slots=True)
@@ -51,29 +50,6 @@ def paged_attention(
         twin = reference.paged_attention
     tables = (metadata.block_tables, metadata.cu_seqlens_q, metadata.seq_lens)
     return twin(q, key_cache, value_cache, *tables, scale)
-
-
-def rope_attention(
-    qkv: torch.Tensor,
-    rope: Rope,
-    positions: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:
-    """What a layer of the engine does between two products: :func:`split_rope`, :func:`write_kv` to the metadata's
-    slots, :func:`paged_attention`. qkv [T, (H + 2K) F] → [T, H F]."""
-    if cpu.supports(qkv, rope.cos.shape[1], key_cache.shape[3]) and rope.cos.shape[1] <= MAX_HALF:
-        return cpu.rope_attention(
-            qkv, rope, positions, q_norm, k_norm, key_cache, value_cache, metadata, scale
-        )  # the same three, in one call
-    q, k, v = split_rope(qkv, rope, positions, q_norm, k_norm)
-    assert metadata.slot_mapping is not None
-    write_kv(key_cache, value_cache, k, v, metadata.slot_mapping)
-    return paged_attention(q, key_cache, value_cache, metadata, scale).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

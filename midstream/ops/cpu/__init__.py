@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,7 +203,7 @@ _PANEL = 48
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """weight [N, K] in the layout of :func:`linear`: [panels, K / P, 48, P], bf16 pairs as one int32."""
-    n, k = weight.shape
+    n = weight.shape[0]
     whole = torch.nn.functional.pad(weight, (0, 0, 0, -n % _PANEL)).contiguous()
     lanes = whole.view(torch.int32) if whole.dtype == torch.bfloat16 else whole
     return lanes.view(-1, _PANEL, lanes.shape[1]).transpose(1, 2).contiguous()
@@ -246,26 +247,43 @@ def paged_attention(
     return out
 
 
-def rope_attention(
-    qkv: torch.Tensor,
+LAYER = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "down")
+"""The weights of a decoder layer, as :func:`decode` wants them: linear ones packed, None where there is no such."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in LAYER]
+
+
+def layer_table(layers: Sequence[Sequence[torch.Tensor | None]]) -> ctypes.Array[_Layer]:
+    """What :func:`decode` reads; the tensors, in the order of ``LAYER``, must outlive it."""
+    return (_Layer * len(layers))(*(_Layer(*_pointers(*tensors)) for tensors in layers))
+
+
+def decode(
+    x: torch.Tensor,
+    layers: ctypes.Array[_Layer],
+    inner: int,
+    norm: torch.Tensor,
     rope: Rope,
     positions: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Contract of ``ops.attention.rope_attention``."""
-    m, rows, num_heads, num_kv_heads = metadata, len(qkv), rope.num_heads, rope.num_kv_heads
+    """Contract of ``Llama.serve`` from the embeddings x [T, D] on, which are overwritten. ``inner``: of the MLP."""
+    m, (rows, width), num_heads, num_kv_heads = metadata, x.shape, rope.num_heads, rope.num_kv_heads
     size = 2 * rope.cos.shape[1]
-    out, scratch = qkv.new_empty(rows, num_heads * size), torch.empty_like(qkv)
+    qkv, heads = (num_heads + 2 * num_kv_heads) * size, num_heads * size
+    out, scratch = torch.empty_like(x), x.new_empty(rows * (width + max(qkv, 2 * inner) + max(heads, inner) + qkv))
     tables = (m.slot_mapping, m.block_tables, m.cu_seqlens_q, m.seq_lens)
-    _function("rope_attention", qkv.dtype, "pppppppppppppp" + "liiiiiiff")(
-        *_pointers(out, scratch, key_cache, value_cache, qkv, positions, rope.cos, rope.sin, q_norm, k_norm, *tables),
-        *(rows, len(m.seq_lens), m.block_tables.shape[1], num_heads, num_kv_heads, size, key_cache.shape[3]),
-        *(scale, rope.eps),
+    _function("decode", x.dtype, "pppppppppppppp" + "lliiiiiiiiiff")(
+        *_pointers(out, x, scratch),
+        ctypes.addressof(layers),
+        *_pointers(norm, key_cache, value_cache, positions, rope.cos, rope.sin, *tables),
+        *(key_cache[0].numel(), rows, len(layers), len(m.seq_lens), m.block_tables.shape[1]),
+        *(width, inner, num_heads, num_kv_heads, size, key_cache.shape[4], scale, rope.eps),
         torch.get_num_threads(),
     )
     return out
