@@ -11,6 +11,7 @@ from midstream.models.config import ModelConfig
 from midstream.models.llama import Llama
 from midstream.models.weights import ModelWeights
 from midstream.ops.attention import AttentionMetadata
+from midstream.ops.cpu import want_huge_pages
 from midstream.ops.sampling import prompt_logprobs, sample
 from midstream.types import ModelRunnerOutput, SchedulerOutput
 
@@ -43,6 +44,8 @@ class ModelRunner:
             blocks = self._shape[1]
             needed = blocks * self.block_bytes(self.model.config, self._dtype, size)
             raise InvalidInput(f"no memory for {blocks} KV blocks ({needed} bytes): lower the KV cache") from error
+        if self.device.type == "cpu":
+            want_huge_pages(self.key_cache, self.value_cache)
 
     def free(self) -> None:
         """Give the memory back; no step before :meth:`allocate`."""
