@@ -216,6 +216,13 @@ def test_a_machine_without_the_newest_instructions_computes_the_same_function(mo
     for one, found, wanted in zip(items, kernel(items, 16), here, strict=True):
         assert (found.float() - wanted.float()).abs().max() < 2e-2
         assert (found.double() - dense(one)).abs().max() < TOLERANCE[torch.bfloat16]
+    for dtype in DTYPES:
+        weight, x = torch.randn(130, 96).to(dtype), torch.randn(19, 96).to(dtype)
+        packed = attention.cpu.pack(weight)
+        found = attention.cpu.linear(x, packed, 130)
+        assert torch.allclose(found.double(), x.double() @ weight.double().t(), rtol=1e-2, atol=1e-4)
+        for rows in (slice(3, 4), slice(2, 10)):
+            assert torch.equal(attention.cpu.linear(x[rows], packed, 130), found[rows])
     attention.cpu._function.cache_clear()
 
 
