@@ -7,12 +7,14 @@ stream that has nothing to say sends comment lines, so that nobody's read timeou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,7 +29,11 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON; text that is no text (lone surrogates) is escaped instead of failing."""
+    """Compact JSON in ASCII: clients split a stream's lines at characters beyond it, and lone surrogates must be
+    escaped. No number in it may be infinite or undefined."""
+    with contextlib.suppress(ValueError, TypeError):  # a lone surrogate, a key that is no text
+        if (data := msgspec.json.encode(value)).isascii():
+            return data
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
