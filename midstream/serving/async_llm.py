@@ -182,8 +182,8 @@ class AsyncLLM:
         cache_salt: str = "",
         priority: int = 0,
     ) -> None:
-        """:meth:`generate` without a task that wakes for each token: ``on_news`` gets what it would yield, called from
-        the reader of the engine's messages, so it neither waits nor raises. Returns when the output has finished."""
+        """:meth:`generate` without a task that wakes for each token: ``on_news`` gets the output after each change of a
+        sample, called by the reader of the engine's messages, so it must not raise. Returns when it has finished."""
         async with self._stream(prompt, params, request_id, cache_salt, priority) as stream:
             stream.on_news = (lambda _: None) if params.final_only else on_news
             await stream.wait()
