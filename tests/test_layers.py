@@ -53,7 +53,7 @@ FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("parallel", "weights"),
     "socket": ("engine.process", "serving.async_llm", "weights.nccl"),
     "zmq": ("engine.process", "serving.async_llm"),
-    "msgspec": ("engine.process", "serving.async_llm"),
+    "msgspec": ("engine.process", "serving.async_llm", "serving.answers"),
     "fastapi": ("serving",),
     "starlette": ("serving",),
     "pydantic": ("serving",),

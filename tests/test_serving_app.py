@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -655,3 +656,30 @@ def test_the_banner_says_once_where_control_is() -> None:
         assert command.control_routes(settings, "http://u") == said
     off = command.control_routes(ServerSettings(host="0.0.0.0"), None)
     assert off.startswith("off, because 0.0.0.0 can be reached")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GET /health?",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA: ",
+        b"POST /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: ",
+    ],
+)
+def test_a_request_whose_head_has_no_end_is_refused(server: Served, begin: bytes) -> None:
+    address = httpx.URL(server.url)
+    with (
+        socket.create_connection((address.host, address.port), timeout=LIMIT_S) as connection,
+        contextlib.suppress(ConnectionError),  # it closes while we still send
+    ):
+        connection.sendall(begin)
+        for _ in range(64):
+            connection.sendall(b"a" * (1 << 16))
+        pytest.fail("the server took 4 MiB of it")
+    assert server.get("/health").status_code == 200
+
+
+def test_a_long_head_and_a_long_body_in_one_piece_are_fine(server: Served) -> None:
+    headers = {f"X-{i}": "a" * 1000 for i in range(50)}
+    asked = {"prompt": [5, 6], "max_tokens": 1, "user": "a" * 200_000}
+    assert server.post("/v1/completions", asked, headers=headers).status_code == 200

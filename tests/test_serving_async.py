@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -82,6 +83,33 @@ async def idle(llm: AsyncLLM) -> dict[str, Any]:
 def expected_tokens(model: pathlib.Path, prompt: list[int], params: SamplingParams) -> list[int]:
     with LLM(str(model), num_blocks=64) as llm:
         return llm.generate(prompt, params)[0].outputs[0].token_ids
+
+
+def test_follow_tells_what_generate_yields(model: pathlib.Path) -> None:
+    def lengths(output: RequestOutput) -> list[int]:
+        return [len(sample.token_ids) for sample in output.outputs]
+
+    async def body() -> None:
+        async with engine(model) as llm:
+            for options in ({}, {"n": 2}, {"final_only": True}):
+                params = dataclasses.replace(SHORT, **options)  # type: ignore[arg-type]
+                told: list[RequestOutput] = []
+                seen: list[list[int]] = []
+
+                def on_news(output: RequestOutput, told: Any = told, seen: Any = seen) -> None:
+                    told.append(output)
+                    seen.append(lengths(output))
+
+                await llm.follow(on_news, [5, 6, 7], params)
+                assert told[-1].finished and len(seen) == (1 if params.final_only else 24 * params.n)
+                async for output in llm.generate([5, 6, 7], params):
+                    assert lengths(output) in seen
+                assert [o.token_ids for o in output.outputs] == [o.token_ids for o in told[-1].outputs]
+            with pytest.raises(InvalidInput, match="max_model_len"):
+                await llm.follow(lambda _: None, [5] * 5000, SHORT)
+            assert not llm._streams and not llm._leaving
+
+    run(body())
 
 
 def test_streams_grow_token_by_token_and_equal_the_offline_engine(model: pathlib.Path) -> None:

@@ -41,7 +41,7 @@ class Pieces:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(self.pieces[i] for i in ids)
 
-    def token(self, token_id: int) -> str:
+    def token(self, token_id: int, skip_special_tokens: bool = False) -> str:
         return self.pieces[token_id]
 
 

@@ -7,18 +7,20 @@ stream that has nothing to say sends comment lines, so that nobody's read timeou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from midstream.errors import MidstreamError, to_wire
 from midstream.serving import shapes
-from midstream.serving.jobs import Job
+from midstream.serving.jobs import Job, Reader
 from midstream.types import CompletionOutput, RequestOutput
 
 _log = logging.getLogger(__name__)
@@ -27,7 +29,11 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON; text that is no text (lone surrogates) is escaped instead of failing."""
+    """Compact JSON in ASCII: clients split a stream's lines at characters beyond it, and lone surrogates must be
+    escaped. No number in it may be infinite or undefined."""
+    with contextlib.suppress(ValueError, TypeError):  # a lone surrogate, a key that is no text
+        if (data := msgspec.json.encode(value)).isascii():
+            return data
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -98,8 +104,8 @@ class JobResponse(Response):
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._job.reading():
-            answer = self._stream(send) if self._is_stream else self._document(scope, receive, send)
+        with self._job.reading(self._heartbeat_s) as reader:
+            answer = self._stream(reader, send) if self._is_stream else self._document(reader, scope, receive, send)
             answering = asyncio.ensure_future(answer)
             leaving = asyncio.ensure_future(_disconnected(receive))
             try:
@@ -112,17 +118,19 @@ class JobResponse(Response):
             if not answering.cancelled():
                 answering.result()
 
-    async def _document(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outputs = await self._job.finished()
+    async def _document(self, reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
+        while await reader.news() is not None:
+            pass
+        outputs = [output for output in self._job.outputs if output is not None]
         response = Response(to_json(self._shape.whole(self._job, outputs)), media_type="application/json")
         await response(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, reader: Reader, send: Send) -> None:
         job, shape = self._job, self._shape
         cursors = [Cursor(i) for i in range(len(job.outputs) * job.work.params.n)]
         is_started = False
         try:
-            async for has_news in job.changes(self._heartbeat_s):
+            while (has_news := await reader.news()) is not None:
                 if not is_started:  # until here an error has a status of its own
                     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
                     is_started = True

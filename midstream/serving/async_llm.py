@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import os
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import zmq
@@ -43,14 +43,31 @@ _PAUSE_TIMEOUT_S = 15.0
 
 
 class _Stream:
-    """One request's place in the front end: its output so far and who waits for news."""
+    """One request's place in the front end: its output so far, and who hears of news."""
 
-    __slots__ = ("builder", "error", "news")
+    __slots__ = ("builder", "error", "news", "on_news")
 
     def __init__(self, builder: OutputBuilder) -> None:
         self.builder = builder
         self.news = asyncio.Event()
+        self.on_news: Callable[[RequestOutput], None] | None = None
+        """Told instead of ``news`` of every change but the last."""
         self.error: MidstreamError | None = None
+
+    def tell(self) -> None:
+        """It has changed, or failed."""
+        output = self.builder.output
+        if self.on_news is None or output.finished or self.error is not None:
+            self.news.set()
+        else:
+            self.on_news(output)
+
+    async def wait(self) -> None:
+        """Until there is news. Raises the request's error."""
+        await self.news.wait()
+        self.news.clear()
+        if self.error is not None:
+            raise self.error
 
 
 class AsyncLLM:
@@ -149,6 +166,34 @@ class AsyncLLM:
         InvalidInput or EngineDead.
         """
         params = sampling_params or SamplingParams()
+        async with self._stream(prompt, params, request_id, cache_salt, priority) as stream:
+            output = stream.builder.output
+            while not output.finished:
+                await stream.wait()
+                if output.finished or not params.final_only:
+                    yield output
+
+    async def follow(
+        self,
+        on_news: Callable[[RequestOutput], None],
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> None:
+        """:meth:`generate` without a task that wakes for each token: ``on_news`` gets the output after each change of a
+        sample, called by the reader of the engine's messages, so it must not raise. Returns when it has finished."""
+        async with self._stream(prompt, params, request_id, cache_salt, priority) as stream:
+            stream.on_news = (lambda _: None) if params.final_only else on_news
+            await stream.wait()
+            on_news(stream.builder.output)
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, cache_salt: str, priority: int
+    ) -> AsyncIterator[_Stream]:
+        """A request in the engine; aborted where the block is left before its output has finished."""
         if not isinstance(params, SamplingParams):
             raise InvalidInput(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         _check_text(request_id=request_id or "", cache_salt=cache_salt)
@@ -172,13 +217,7 @@ class AsyncLLM:
         self._send(Add(request_id, ids, core_params(params), cache_salt, priority))
         self._streams[request_id] = stream
         try:
-            while not stream.builder.output.finished:
-                await stream.news.wait()
-                stream.news.clear()
-                if stream.error is not None:
-                    raise stream.error
-                if stream.builder.output.finished or not params.final_only:
-                    yield stream.builder.output
+            yield stream
         finally:
             self._streams.pop(request_id, None)
             if not stream.builder.is_over and stream.error is None and self._dead is None:
@@ -192,12 +231,9 @@ class AsyncLLM:
     ) -> RequestOutput:
         """The finished output alone: one message from the core per sample."""
         params = dataclasses.replace(params, final_only=True, detokenize=bool(params.stop))
-        output: RequestOutput | None = None
-        async with contextlib.aclosing(self.generate(prompt_token_ids, params, request_id)) as stream:
-            async for latest in stream:
-                output = latest
-        assert output is not None
-        return output
+        outputs: list[RequestOutput] = []
+        await self.follow(outputs.append, prompt_token_ids, params, request_id)
+        return outputs[-1]
 
     async def prepare_grammars(self) -> None:
         """Give the core its view of the tokenizer, for structured outputs. The first request that wants them does this
@@ -351,7 +387,7 @@ class AsyncLLM:
                         except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
                             stream.error = MidstreamError(f"the output can not be shown: {fault}")
                             self._post(encode(Abort([increment.parent_id])))
-                        stream.news.set()
+                        stream.tell()
                     elif (left := self._leaving.get(increment.parent_id)) is not None:
                         left.builder.add(increment)
                         if left.builder.is_over:
@@ -359,7 +395,7 @@ class AsyncLLM:
                 for request_id, error in message.refused:
                     if request_id in self._streams:
                         self._streams[request_id].error = from_wire(error)
-                        self._streams[request_id].news.set()
+                        self._streams[request_id].tell()
                     elif request_id in self._leaving:
                         self._leaving.pop(request_id).news.set()
                 for answer in message.answers:

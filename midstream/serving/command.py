@@ -165,9 +165,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  memory   {memory_plan(llm, status)}")
         control = control_routes(settings, server.control_url)
         print(f"  routes   generation {generation}; control {control}; weights by {llm.config.weight_transfer_backend}")
+        # What imports made stays: without this each collection, and the interpreter's end, looks through all of it.
+        gc.collect()
+        gc.freeze()
         print("  Ctrl-C ends it", flush=True)
 
     asyncio.run(server.run(ready))
     print("midstream: ended; every request was answered", flush=True)
-    gc.freeze()  # or the interpreter's end would look through every object of torch once more
     return 0

@@ -18,7 +18,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,9 @@ class Job:
         self.outputs: list[RequestOutput | None] = [None] * len(work.prompts)
         self.error: MidstreamError | None = None
         self.is_done = False
-        self.num_readers = 0
+        self.num_changes = 0
         self.forget: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
-        self._num_changes = 0
+        self._readers: set[Reader] = set()
         self._jobs = jobs
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -71,42 +70,18 @@ class Job:
             return [self.id]
         return [f"{self.id}-{i}" for i in range(len(self.work.prompts))]
 
-    async def changes(self, heartbeat_s: float | None = None) -> AsyncIterator[bool]:
-        """True whenever there is something new to read, False after ``heartbeat_s`` without; ends with the job.
-
-        Raises the job's error. Several readers may iterate at the same time.
-        """
-        seen = 0
-        while not self.is_done or seen != self._num_changes:
-            if seen == self._num_changes:
-                try:
-                    async with asyncio.timeout(heartbeat_s):
-                        await self._news.wait()
-                except TimeoutError:
-                    yield False
-                continue
-            seen = self._num_changes
-            if self.error is None:
-                yield True
-        if self.error is not None:
-            raise self.error
-
-    async def finished(self) -> list[RequestOutput]:
-        """All outputs, complete."""
-        async for _ in self.changes():
-            pass
-        return [output for output in self.outputs if output is not None]
-
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, heartbeat_s: float) -> Iterator[Reader]:
         """Somebody reads. What happens to a job that nobody reads any more: see the module."""
-        self.num_readers += 1
+        reader = Reader(self, heartbeat_s)
+        self._readers.add(reader)
         self._jobs.taken_up(self)
         try:
-            yield
+            yield reader
         finally:
-            self.num_readers -= 1
-            if not self.num_readers:
+            reader.close()
+            self._readers.remove(reader)
+            if not self._readers:
                 self._jobs.left_alone(self)
 
     async def _run(self) -> None:
@@ -129,18 +104,66 @@ class Job:
             self._tell()
 
     async def _follow(self, index: int, engine_id: str) -> None:
+        def on_news(output: RequestOutput) -> None:
+            self.outputs[index] = output
+            self._tell()
+
         work = self.work
-        prompt = work.prompts[index]
-        stream = self._jobs.llm.generate(prompt, work.params, engine_id, work.cache_salt, work.priority)
-        async with contextlib.aclosing(stream):
-            async for output in stream:
-                self.outputs[index] = output
-                self._tell()
+        follow = self._jobs.llm.follow
+        await follow(on_news, work.prompts[index], work.params, engine_id, work.cache_salt, work.priority)
 
     def _tell(self) -> None:
-        self._num_changes += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self.num_changes += 1
+        for reader in self._readers:
+            reader.wake()
+
+
+class Reader:
+    """One reader of a job, from its first output on. One task waits at a time."""
+
+    def __init__(self, job: Job, heartbeat_s: float) -> None:
+        self._job = job
+        self._num_seen = 0
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[bool] = self._loop.create_future()
+        self._heartbeat_s = heartbeat_s
+        self._since = self._loop.time()
+        # One timer for all waits, which looks whether the one it finds has lasted long enough.
+        self._timer = self._loop.call_later(heartbeat_s, self._beat)
+
+    async def news(self) -> bool | None:
+        """True when there is something to read, False after ``heartbeat_s`` without, None once all has been read.
+
+        Raises the job's error.
+        """
+        job = self._job
+        if self._num_seen == job.num_changes and not job.is_done:
+            self._since = self._loop.time()
+            self._waiter = self._loop.create_future()
+            if not await self._waiter:
+                return False
+        if job.error is not None:
+            raise job.error
+        if self._num_seen == job.num_changes:
+            return None
+        self._num_seen = job.num_changes
+        return True
+
+    def wake(self) -> None:
+        if not self._waiter.done():
+            self._waiter.set_result(True)
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if now < (due := self._since + self._heartbeat_s):
+            self._timer = self._loop.call_at(due, self._beat)
+            return
+        if not self._waiter.done():
+            self._waiter.set_result(False)
+        self._timer = self._loop.call_at(now + self._heartbeat_s, self._beat)
+
+    def close(self) -> None:
+        self._timer.cancel()
 
 
 class Jobs:

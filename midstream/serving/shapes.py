@@ -16,7 +16,7 @@ _FLOOR = -9999.0
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, _FLOOR) if math.isfinite(logprob) else _FLOOR
+    return logprob if _FLOOR <= logprob < math.inf else _FLOOR
 
 
 def token_name(token_id: int, entry: Logprob | None, as_ids: bool) -> str:
@@ -40,26 +40,20 @@ def completion_logprobs(
     """
     if out.logprobs is None:
         return None
-    tokens, offsets, tops = [], [], []
+    tokens, logprobs, tops, offsets = [], [], [], []
     offset = text_offset
     for token_id, entries in zip(out.token_ids[start:end], out.logprobs[start:end], strict=True):
-        tokens.append(token_name(token_id, entries[token_id], as_ids))
+        own = entries[token_id]
+        tokens.append(token_name(token_id, own, as_ids))
+        logprobs.append(finite(own.logprob))
         offsets.append(offset)
-        offset += len(entries[token_id].decoded_token or "")
+        offset += len(own.decoded_token or "")
         top: dict[str, float] = {}  # the sampled token comes first, so it keeps its name
         for candidate, entry in entries.items():
             name = token_name(candidate, entry, as_ids)
             top[f"token_id:{candidate}" if name in top else name] = finite(entry.logprob)
         tops.append(top)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [
-            finite(entries[t].logprob)
-            for t, entries in zip(out.token_ids[start:end], out.logprobs[start:end], strict=True)
-        ],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
 def content_logprobs(

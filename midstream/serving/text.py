@@ -6,6 +6,7 @@ Ids are never re-encoded: text is decoded once, increment by increment.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import sys
 import time
@@ -17,6 +18,9 @@ from midstream.errors import InvalidInput
 _CHARS_PER_TOKEN = 64
 """A token stands for at least this many characters in a limit: tokenizers may drop spaces, or join what they do not
 know, so a vocabulary of short tokens says little."""
+
+_KEPT_TOKENS = 1 << 15
+"""How many single tokens' texts are kept: a stream asks for the same ones again and again."""
 
 _LONG = 4096
 """More ids are decoded as a batch, which lets other threads run, and costs more where there are few."""
@@ -31,6 +35,7 @@ class Text:
         self._fast: Any = None
         self._full: Any = None
         self._longest = 0
+        self.token = functools.lru_cache(_KEPT_TOKENS)(self._token)
 
     @property
     def exists(self) -> bool:
@@ -78,9 +83,9 @@ class Text:
             raise InvalidInput(f"no tokenizer at {self._source}: give tokenizer=")
         return str(self._backend().to_str())
 
-    def token(self, token_id: int) -> str:
-        """One id as text, special tokens included."""
-        return str(self._backend().decode([token_id], skip_special_tokens=False))
+    def _token(self, token_id: int, skip_special_tokens: bool = False) -> str:
+        """``token``: one id as text, special tokens included unless they are not wanted."""
+        return self.decode([token_id], skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -164,24 +169,25 @@ class Detokenizer:
         self._text = text
         self._skip = skip_special_tokens
         self._ids: list[int] = []
-        self._prefix = 0  # start of the window
-        self._read = 0  # ids before this are in ``out`` already
+        """The window; what came before it is in ``out``, and plays no part any more."""
+        self._read = 0  # of the window, ids before this are in ``out`` already
+        self._before = ""  # their text
         self.out = ""
 
     def add(self, ids: list[int]) -> None:
         self._ids += ids
-        before = self._decode(self._ids[self._prefix : self._read])
-        after = self._decode(self._ids[self._prefix :])
-        if len(after) > len(before) and not after.endswith("\ufffd"):
-            self.out += after[len(before) :]
-            self._prefix, self._read = self._read, len(self._ids)
+        after = self._decode(self._ids)
+        if len(after) > len(self._before) and not after.endswith("\ufffd"):
+            self.out += after[len(self._before) :]
+            del self._ids[: self._read]
+            self._read = len(self._ids)
+            self._before = self._decode(self._ids)
 
     def finish(self) -> str:
         """The whole text, an unfinished character included."""
-        before = self._decode(self._ids[self._prefix : self._read])
-        self.out += self._decode(self._ids[self._prefix :])[len(before) :]
-        self._prefix = self._read = len(self._ids)
+        self.out += self._decode(self._ids)[len(self._before) :]
+        self._ids, self._read, self._before = [], 0, ""
         return self.out
 
     def _decode(self, ids: list[int]) -> str:
-        return self._text.decode(ids, self._skip)
+        return self._text.token(ids[0], self._skip) if len(ids) == 1 else self._text.decode(ids, self._skip)
