@@ -69,8 +69,8 @@ def stream_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[int, int]:
 
 
 def served_s(url: str, seed: int, tokens: int) -> float:
-    common: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "logprobs": 1, "stream": True}
-    common |= {"stream_options": {"include_usage": True}}
+    common: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
+    common |= {"stream": True, "stream_options": {"include_usage": True}}
     bodies = [{"prompt": prompt, **common} for prompt in prompts_of(seed) for _ in range(SAMPLES)]
     start = time.perf_counter()
     got, _ = stream_all(url, bodies)
