@@ -38,7 +38,7 @@ for _ in range(3):
 worker = llm.core.worker
 page = {line.split(":")[0]: int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")}
 cache = worker.runner.key_cache.nbytes + worker.runner.value_cache.nbytes
-tied = worker.weights.embedding.nbytes if worker.tied else 0
+tied = worker.weights.embed.nbytes if worker.tied else 0
 print(json.dumps({"rss": page["VmRSS"] * 1024, "known": cache + tied}), flush=True)
 """
 
