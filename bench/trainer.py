@@ -13,19 +13,22 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from bench.machine import QUIET, Foreign
+from bench.machine import QUIET, figure, measured
 from midstream.rl.policy import Policy
 from midstream.types import SamplingParams
 
 PROMPTS, SAMPLES, PROMPT_TOKENS = 4, 8, 64
+Groups = list[tuple[list[int], list[list[int]]]]
+"""Prompts with their completions."""
 MICRO_BATCH = 8  # sequences of the peer at once, and as many of ours
 
 
-def batch(vocab: int, seed: int = 0) -> list[tuple[list[int], list[list[int]]]]:
+def batch(vocab: int, seed: int = 0) -> Groups:
     """Prompts with their completions: lengths from 8 to 256, most of them short."""
     rng = random.Random(seed)
 
@@ -36,11 +39,11 @@ def batch(vocab: int, seed: int = 0) -> list[tuple[list[int], list[list[int]]]]:
     return [(ids(PROMPT_TOKENS), [ids(n) for n in row]) for row in lengths]
 
 
-def step_of_ours(model: str) -> Callable[[list[tuple[list[int], list[list[int]]]]], list[float]]:
+def step_of_ours(model: str) -> Callable[[Groups], list[float]]:
     policy = Policy(model, "bfloat16")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True)
 
-    def step(groups: list[tuple[list[int], list[list[int]]]]) -> list[float]:
+    def step(groups: Groups) -> list[float]:
         optimizer.zero_grad(set_to_none=True)
         found: list[float] = []
         for prompt, completions in groups:  # a prompt's samples are a micro-batch: the prompt is computed once
@@ -53,14 +56,14 @@ def step_of_ours(model: str) -> Callable[[list[tuple[list[int], list[list[int]]]
     return step
 
 
-def step_of_peer(model: str) -> Callable[[list[tuple[list[int], list[list[int]]]]], list[float]]:
+def step_of_peer(model: str) -> Callable[[Groups], list[float]]:
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     net.train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
 
-    def step(groups: list[tuple[list[int], list[list[int]]]]) -> list[float]:
+    def step(groups: Groups) -> list[float]:
         optimizer.zero_grad(set_to_none=True)
         rows = [(prompt, completion) for prompt, completions in groups for completion in completions]
         found: list[float] = []
@@ -83,27 +86,42 @@ def step_of_peer(model: str) -> Callable[[list[tuple[list[int], list[list[int]]]
     return step
 
 
+def compared(model: str, repeats: int) -> dict[str, Any]:
+    """The line of the module docstring."""
+    steps = [make(model) for make in (step_of_ours, step_of_peer)]
+    groups = batch(40_000)
+    tokens = sum(len(c) for _, completions in groups for c in completions)
+    first = [step(groups) for step in steps]  # before any update: the same weights
+    gap = max(abs(a - b) for a, b in zip(*first, strict=True))
+    best, disturbed = [float("inf")] * 2, 0.0
+
+    def seconds(step: Callable[[Groups], list[float]]) -> float:
+        start = time.perf_counter()
+        step(groups)
+        return time.perf_counter() - start
+
+    for _ in range(repeats):
+        for i, step in enumerate(steps):
+            took, share = measured(lambda _, step=step: seconds(step))
+            best[i], disturbed = min(best[i], took), max(disturbed, share)
+    line = {"name": "optimizer step, uneven lengths", "tokens_per_s": round(tokens / best[0], 1)}
+    line |= {"peer_tokens_per_s": round(tokens / best[1], 1), "ratio": round(best[1] / best[0], 3)}
+    return line | {"largest_gap": round(gap, 4), "disturbed": disturbed, "quiet": QUIET}
+
+
+def figures(model: str, repeats: int = 3) -> Iterator[dict[str, Any]]:
+    line = compared(model, repeats)
+    more = {"largest_gap": line["largest_gap"], "disturbed": line["disturbed"]}
+    ours, peer = line["tokens_per_s"], line["peer_tokens_per_s"]
+    yield figure(line["name"], ours, "tokens/s", peer, at_least=1.5, of="ratio", **more)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="DIR", help="a directory of safetensors")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each, in turn; the best counts")
     arguments = parser.parse_args()
-    steps = [make(arguments.model) for make in (step_of_ours, step_of_peer)]
-    groups = batch(40_000)
-    tokens = sum(len(c) for _, completions in groups for c in completions)
-    first = [step(groups) for step in steps]  # before any update: the same weights
-    gap = max(abs(a - b) for a, b in zip(*first, strict=True))
-    best, disturbed, meter = [float("inf")] * 2, 0.0, Foreign()
-    for _ in range(arguments.steps):
-        for i, step in enumerate(steps):
-            meter.wait_quiet()
-            start = time.perf_counter()
-            step(groups)
-            best[i] = min(best[i], time.perf_counter() - start)
-            disturbed = max(disturbed, meter.share())
-    line = {"name": "optimizer step, uneven lengths", "tokens_per_s": round(tokens / best[0], 1)}
-    line |= {"peer_tokens_per_s": round(tokens / best[1], 1), "ratio": round(best[1] / best[0], 3)}
-    print(json.dumps(line | {"largest_gap": round(gap, 4), "disturbed": round(disturbed, 3), "quiet": QUIET}))
+    print(json.dumps(compared(arguments.model, arguments.steps)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,237 @@
+"""Pause and resume with 32 requests in flight, in process and through the HTTP server.
+
+    python -m bench.operations --model DIR
+
+Two engines in turn, one after the other: ``AsyncLLM`` (its core is a process of its own) and ``midstream serve``,
+called by ``HTTPClient``. 32 streams of different prompts of 64 tokens, bf16, all cores. The unit of all references is
+one decode step: the median time from one step of all 32 to the next, from the engine's step log of the same run.
+
+**pause** is ``pause_generation("keep", clear_cache=False)`` at a random moment of a step, from the call to its answer;
+the median of all is judged, the worst is a field. At most one step: the engine finishes the step in flight.
+
+**resume to the next token** is from the call of ``resume_generation`` to the first new token of any stream. No token
+can come before a whole step has run, so one step is the least that is possible; the call's way to the engine, and the
+token's way back, are on top of it. ``round_trip_ms`` is what such a way takes, by a call that only asks. What is judged
+is 1.25 steps: one for the step itself, a quarter for the way.
+
+**resume after clear_cache=True** is from the call to the first new token of every one of the 32 streams, whose KV must
+be computed again. The reference is a prefill of as many tokens: 32 fresh prompts, as long as what the streams held,
+sent while the engine is paused, and then the same call and the same wait. ``first_ratio`` is the same quotient for the
+first new token of any stream. The medians of several are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import pathlib
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from bench.load_server import serve
+from bench.machine import figure, measured
+from bench.step import decode_step_s
+from midstream import SamplingParams
+from midstream.serving.async_llm import AsyncLLM
+from midstream.serving.client import HTTPClient
+
+STREAMS, PROMPT_TOKENS, MODEL_LEN = 32, 64, 1024
+STEPS_BETWEEN = 8
+LIMIT_S = 60.0
+_QUIET_S = 0.1
+"""After a pause's answer, for tokens still on their way to us; and for fresh requests to arrive."""
+Client = AsyncLLM | HTTPClient
+Stream = Callable[[list[int]], AsyncIterator[int]]
+"""A prompt's tokens so far, whenever there are more."""
+
+
+class Flow:
+    """Streams in flight, and when their tokens came."""
+
+    def __init__(self, stream: Stream, prompts: list[list[int]]) -> None:
+        self.prompts = prompts
+        self.counts = [0] * len(prompts)
+        self._times = [0.0] * len(prompts)
+        self._news = asyncio.Event()
+        self._tasks = [asyncio.ensure_future(self._read(i, stream(prompt))) for i, prompt in enumerate(prompts)]
+
+    async def _read(self, i: int, stream: AsyncIterator[int]) -> None:
+        async for count in stream:
+            self.counts[i], self._times[i] = count, time.perf_counter()
+            self._news.set()
+
+    async def grown(self, since: list[int], by: int = 1) -> tuple[float, float]:
+        """When the first and when the last of the streams had ``by`` tokens more than ``since``. Exact for the first
+        only where nothing had come since then."""
+        first: float | None = None
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                times = [t for t, count, n in zip(self._times, self.counts, since, strict=True) if count > n]
+                first = min(times, default=None) if first is None else first
+                if first is not None and all(c >= n + by for c, n in zip(self.counts, since, strict=True)):
+                    return first, max(times)
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+                        raise RuntimeError("a stream ended early: MODEL_LEN is too short for so many rounds")
+                self._news.clear()
+                await self._news.wait()
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(_QUIET_S)
+
+
+async def timed_resume(client: Client, flow: Flow) -> tuple[float, float]:
+    """Seconds from the call to the first new token of any stream, and of every stream."""
+    since = list(flow.counts)
+    start = time.perf_counter()
+    answer = asyncio.ensure_future(client.resume_generation())
+    first, last = await flow.grown(since)
+    await answer
+    return first - start, last - start
+
+
+async def found_by(client: Client, stream: Stream, log: pathlib.Path, pauses: int, clears: int) -> dict[str, Any]:
+    """All times in seconds: lists by name, and step."""
+    rng = random.Random(0)
+
+    def fresh(lengths: list[int]) -> list[list[int]]:
+        return [[rng.randrange(10, 40_000) for _ in range(length)] for length in lengths]
+
+    found: dict[str, list[float]] = {n: [] for n in ("pause", "resume", "ask", "again", "again_1", "fresh", "fresh_1")}
+    flow = Flow(stream, fresh([PROMPT_TOKENS] * STREAMS))
+    await flow.grown(flow.counts.copy(), STEPS_BETWEEN)
+    step_s = decode_step_s(log, STREAMS)
+    for _ in range(pauses):
+        await flow.grown(list(flow.counts), STEPS_BETWEEN)
+        await asyncio.sleep(rng.random() * step_s)
+        start = time.perf_counter()
+        await client.pause_generation("keep", clear_cache=False)
+        found["pause"].append(time.perf_counter() - start)
+        await asyncio.sleep(_QUIET_S)
+        start = time.perf_counter()
+        await client.is_paused()
+        found["ask"].append(time.perf_counter() - start)
+        found["resume"].append((await timed_resume(client, flow))[0])
+    for _ in range(clears):
+        await flow.grown(list(flow.counts), STEPS_BETWEEN)
+        await client.pause_generation("keep", clear_cache=True)
+        await asyncio.sleep(_QUIET_S)
+        held = [len(prompt) + count for prompt, count in zip(flow.prompts, flow.counts, strict=True)]
+        first, last = await timed_resume(client, flow)
+        found["again_1"].append(first)
+        found["again"].append(last)
+        await flow.end()
+        await client.pause_generation("keep", clear_cache=False)
+        flow = Flow(stream, fresh(held))
+        await asyncio.sleep(5 * _QUIET_S)
+        first, last = await timed_resume(client, flow)
+        found["fresh_1"].append(first)
+        found["fresh"].append(last)
+    await flow.end()
+    return found | {"step": decode_step_s(log, STREAMS)}
+
+
+async def offline(model: str, log: pathlib.Path, pauses: int, clears: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_model_len": MODEL_LEN, "max_num_seqs": STREAMS, "step_log": str(log)}
+    options |= {"dtype": "bfloat16", "num_blocks": STREAMS * MODEL_LEN // 16}
+    async with AsyncLLM(model, **options) as llm:
+
+        async def stream(prompt: list[int]) -> AsyncIterator[int]:
+            params = SamplingParams(max_tokens=MODEL_LEN - len(prompt), ignore_eos=True, logprobs=1)
+            async with contextlib.aclosing(llm.generate(prompt, params)) as outputs:
+                async for output in outputs:
+                    yield len(output.outputs[0].token_ids)
+
+        return await found_by(llm, stream, log, pauses, clears)
+
+
+async def served(model: str, log: pathlib.Path, pauses: int, clears: int) -> dict[str, Any]:
+    flags = ["--dtype", "bfloat16", "--max-model-len", str(MODEL_LEN), "--max-num-seqs", str(STREAMS)]
+    flags += ["--num-gpu-blocks-override", str(STREAMS * MODEL_LEN // 16), "--step-log", str(log)]
+    flags += ["--num-threads", str(torch.get_num_threads())]
+    with serve(pathlib.Path(model), *flags) as (url, _):
+        address = urlsplit(url)
+
+        async def stream(prompt: list[int]) -> AsyncIterator[int]:
+            body = {"prompt": prompt, "max_tokens": MODEL_LEN - len(prompt), "ignore_eos": True, "logprobs": 1}
+            data = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n"
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            try:
+                writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+                count = 0
+                while line := await reader.readline():
+                    if line.startswith(b"data: {"):
+                        count += len(json.loads(line[6:])["choices"][0]["token_ids"])
+                        yield count
+            finally:
+                writer.transport.abort()
+
+        async with HTTPClient(url) as client:
+            return await found_by(client, stream, log, pauses, clears)
+
+
+def figures(model: str, pauses: int = 12, clears: int = 4) -> Iterator[dict[str, Any]]:
+    for where, run in (("offline", offline), ("server", served)):
+        with tempfile.TemporaryDirectory() as folder:
+
+            def turn(i: int, run: Any = run, folder: str = folder) -> dict[str, Any]:
+                found: dict[str, Any] = asyncio.run(run(model, pathlib.Path(folder, f"{i}.jsonl"), pauses, clears))
+                return found
+
+            found, disturbed = measured(turn)
+        ms = {name: median(times) * 1e3 for name, times in found.items() if name != "step"}
+        step = found["step"] * 1e3
+        name = f"pause(keep) with {STREAMS} in flight, {where}"
+        worst = {n: round(max(found[n]) * 1e3, 3) for n in ("pause", "resume")}
+        yield figure(
+            name, ms["pause"], "ms", step, at_most=1.0, of="ratio", worst_ms=worst["pause"], disturbed=disturbed
+        )
+        yield figure(
+            f"resume to the next token, {where}",
+            ms["resume"],
+            "ms",
+            step,
+            at_most=1.25,
+            of="ratio",
+            worst_ms=worst["resume"],
+            round_trip_ms=round(ms["ask"], 3),
+            disturbed=disturbed,
+        )
+        yield figure(
+            f"resume after clear_cache against a prefill, {where}",
+            ms["again"],
+            "ms",
+            ms["fresh"],
+            at_most=1.1,
+            of="ratio",
+            first_ratio=round(ms["again_1"] / ms["fresh_1"], 3),
+            disturbed=disturbed,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="DIR")
+    parser.add_argument("--pauses", type=int, default=12, metavar="N")
+    parser.add_argument("--clears", type=int, default=4, metavar="N")
+    arguments = parser.parse_args()
+    for line in figures(arguments.model, arguments.pauses, arguments.clears):
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
