@@ -51,7 +51,7 @@ NO_TORCH = (
 FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("ops",),
     "torch.distributed": ("parallel", "weights"),
-    "socket": ("engine.process", "serving.async_llm", "weights.nccl"),
+    "socket": ("engine.process", "serving.async_llm", "serving.server", "weights.nccl"),
     "zmq": ("engine.process", "serving.async_llm"),
     "msgspec": ("engine.process", "serving.async_llm", "serving.answers"),
     "fastapi": ("serving",),

@@ -683,3 +683,8 @@ def test_a_long_head_and_a_long_body_in_one_piece_are_fine(server: Served) -> No
     headers = {f"X-{i}": "a" * 1000 for i in range(50)}
     asked = {"prompt": [5, 6], "max_tokens": 1, "user": "a" * 200_000}
     assert server.post("/v1/completions", asked, headers=headers).status_code == 200
+
+
+def test_no_part_of_an_answer_waits_for_an_acknowledgement(server: Served) -> None:
+    listening = [bound for _, bound in server.server._listeners]
+    assert listening and all(bound.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for bound in listening)
