@@ -2,10 +2,10 @@
 
     python -m bench.streams --model DIR
 
-Output tokens per second, all 64 completions together, from the first request sent to the last byte. 8 prompts of 64
+Output tokens per second, all 64 completions together, from the first request sent to the last byte. 64 prompts of 64
 tokens that nothing has cached, 128 tokens out, T = 1, logprobs and text on, bf16, all cores. The server
-(``midstream serve`` in a process of its own) gets 64 streaming requests of /v1/completions, each prompt eight times;
-the reference is ``LLM.generate`` in this process with n = 8. They take turns, and the best turn of each counts. The
+(``midstream serve`` in a process of its own) gets 64 streaming requests of /v1/completions; the reference is
+``LLM.generate`` of the 64 prompts in this process. They take turns, and the best turn of each counts. The
 client shares the cores with the server, so it is one thread that only counts events; that every token was sent is
 checked by the usage that each stream ends with. ``…_us`` is CPU time per output token.
 """
@@ -30,13 +30,13 @@ from bench.load_server import serve
 from bench.machine import cpu_s, figure, measured
 from midstream import LLM, SamplingParams
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 8, 64, 128
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64, 128
 LIMIT_S = 300.0
 
 
 def prompts_of(seed: int) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(10, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    return [[rng.randrange(10, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(STREAMS)]
 
 
 def stream_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def stream_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[int, int]:
 def served_s(url: str, seed: int, tokens: int) -> float:
     common: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
     common |= {"stream": True, "stream_options": {"include_usage": True}}
-    bodies = [{"prompt": prompt, **common} for prompt in prompts_of(seed) for _ in range(SAMPLES)]
+    bodies = [{"prompt": prompt, **common} for prompt in prompts_of(seed)]
     start = time.perf_counter()
     got, _ = stream_all(url, bodies)
     seconds = time.perf_counter() - start
@@ -80,7 +80,7 @@ def served_s(url: str, seed: int, tokens: int) -> float:
 
 
 def offline_s(llm: LLM, seed: int, tokens: int) -> float:
-    params = SamplingParams(n=SAMPLES, max_tokens=tokens, ignore_eos=True, logprobs=1)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1)
     start = time.perf_counter()
     outputs = llm.generate(list(prompts_of(seed)), params)
     seconds = time.perf_counter() - start
@@ -89,7 +89,7 @@ def offline_s(llm: LLM, seed: int, tokens: int) -> float:
 
 
 def figures(model: str, repeats: int = 4, tokens: int = OUTPUT_TOKENS) -> Iterator[dict[str, Any]]:
-    number = PROMPTS * SAMPLES
+    number = STREAMS
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": number, "num_blocks": 2048}
     flags = ["--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", str(number)]
     flags += ["--num-gpu-blocks-override", "2048", "--num-threads", str(torch.get_num_threads())]
