@@ -30,7 +30,7 @@ def test_each_trainer_half_tells_its_source_s_numerics(backend: str, tmp_path: p
         same = Policy(MODEL, "float32", llm.config.block_size)
         foreign = DictSource({name: tensor for name, tensor in same})
         numerics = llm.status()["fingerprint"]
-        other = {**numerics, "torch": "2.12.0", "isa": "AVX2", "attention": "another build"}
+        other = {**numerics, "torch": "2.12.0", "isa": "AVX2", "kernels": "another build"}
         gap = ", ".join(f"{k}: {numerics[k]} / {other[k]}" for k in ("isa", "kernels", "torch"))
         sources: list[tuple[Any, str]] = [
             (same, "yes"),
