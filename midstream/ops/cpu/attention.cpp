@@ -14,8 +14,9 @@
 
 namespace {
 
+template <int LEVEL = 3>  // 3: to the nearest cache, 2: to the one behind it, which waits for more lines at a time
 inline void prefetch(const void* p, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 3);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, LEVEL);
 }
 
 template <typename T>
@@ -163,6 +164,7 @@ void combine(float* sums, const Row* rows, const T* p, int stride, const int* va
 }
 
 constexpr int MAX_ROWS = 12;
+constexpr int AHEAD = 8;     // blocks of the next request
 constexpr int CHUNK = 512;  // tokens whose keys, scores and values stay in the caches near the core
 
 // Blocks [first, end) of the context for ROWS queries of one kv head whose tokens lie in the same block.
@@ -232,6 +234,14 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
     std::vector<int> valid(rows);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t i = 0; i < count; ++i) {
+      if (i + 1 < count) {  // what the next job will read last, and nobody has read before, comes meanwhile
+        const Job& next = jobs[(i + 1) / K];
+        const Shape<T> to{k, v, tables + int64_t(next.request) * table_stride, K, int((i + 1) % K), F, S, scale};
+        for (int b = next.position / S, first = b - AHEAD; b > first && b >= 0; --b) {
+          prefetch<2>(to.key(b), size_t(F) * S * sizeof(T));
+          prefetch<2>(to.value(b), size_t(F) * S * sizeof(T));
+        }
+      }
       const Job& job = jobs[i / K];
       const int head = int(i % K), n = job.count * G;
       auto place = [&](int r) { return (int64_t(job.token + r / G) * H + head * G + r % G) * F; };
