@@ -685,6 +685,21 @@ def test_a_long_head_and_a_long_body_in_one_piece_are_fine(server: Served) -> No
     assert server.post("/v1/completions", asked, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize("pause", [False, True], ids=["one piece", "two"])
+def test_the_body_of_a_request_that_wants_another_protocol_is_its_body(server: Served, pause: bool) -> None:
+    """Upgrade is ignored (RFC 9110, 7.8), as curl --http2 expects; what follows the head is no second request."""
+    address, body = httpx.URL(server.url), b'{"prompt": [5], "max_tokens": 1}  GET /v1/models HTTP/1.1'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection((address.host, address.port), timeout=LIMIT_S) as connection:
+        connection.sendall(head + (b"" if pause else body))
+        if pause:
+            assert server.get("/health").status_code == 200  # the head is there
+            connection.sendall(body)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1  # the body is no JSON, and all of it
+
+
 def test_no_part_of_an_answer_waits_for_an_acknowledgement(server: Served) -> None:
     listening = [bound for _, bound in server.server._listeners]
     assert listening and all(bound.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for bound in listening)

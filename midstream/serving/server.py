@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from midstream.engine.runner import ModelRunner
 from midstream.errors import InvalidInput, MidstreamError
@@ -29,8 +28,6 @@ from midstream.serving.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
-_MAX_HEAD_BYTES = 1 << 16
-"""Of a request's line and headers, and of a chunked body's trailers."""
 
 
 class _Listener(uvicorn.Server):
@@ -39,30 +36,6 @@ class _Listener(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's faster one, which would keep a head without an end for as long as it comes."""
-
-    _num_head_bytes = 0
-
-    def data_received(self, data: bytes) -> None:
-        self._num_head_bytes += len(data)
-        super().data_received(data)
-        if self._num_head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The request's head is over the limit of {_MAX_HEAD_BYTES} bytes.")
-
-    def on_headers_complete(self) -> None:
-        self._num_head_bytes = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._num_head_bytes = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._num_head_bytes = 0
-        super().on_message_complete()
 
 
 class HTTPServer:
@@ -93,7 +66,7 @@ class HTTPServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            http=_Protocol,
+            http="h11",  # the other one takes heads without end, and the body of a refused upgrade for a request
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(self.settings.shutdown_s)),
