@@ -160,6 +160,8 @@ class FakeEngineClient:
         self.version = WeightVersion(0, "default", "start")
         self.ticks = ticks
         self.hold: Callable[[str, int], Any] | None = None
+        self.committed = asyncio.Event()
+        """Set at each commit; a new one then stands here for the next."""
         self.refuse = 0
         """So many requests are refused, as in a pause."""
         self.cut_short = 0
@@ -254,6 +256,8 @@ class FakeEngineClient:
         self.table, self._staged = self._staged["table"], None
         number = self.version.number + 1
         self.version = WeightVersion(number, weight_version, f"id-{number}")
+        self.committed.set()
+        self.committed = asyncio.Event()
         return {
             "updated": 1, "of": 1, "bytes": 4 * 2 * VOCAB * VOCAB, "version": weight_version, "number": number,
             "weights_id": self.version.weights_id, "commit_wait_ms": 0.0, "stall_ms": 0.25,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import threading
@@ -170,9 +169,7 @@ def hold_until_commit(run: Run, names: set[str]) -> None:
 
     async def hold(request: str, position: int) -> None:
         if position == 1 and request in names:
-            number = run.client.version.number
-            while run.client.version.number == number:
-                await asyncio.sleep(0.001)
+            await run.client.committed.wait()
 
     run.client.hold = hold
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -179,11 +180,10 @@ def test_the_trainers_halves_work_through_it(models: pathlib.Path, tmp_path: pat
             async with app.router.lifespan_context(app):
                 import uvicorn
 
-                server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-                serving = loop.create_task(server.serve())
-                while not server.started:
-                    await asyncio.sleep(0.01)
-                started = (server.servers[0].sockets[0].getsockname()[1], loop)
+                listening = socket.create_server(("127.0.0.1", 0))  # from now on who connects is served, soon or later
+                server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+                serving = loop.create_task(server.serve([listening]))
+                started = (listening.getsockname()[1], loop)
                 ready.set()
                 await stop.wait()
                 server.should_exit = True
