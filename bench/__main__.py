@@ -18,14 +18,13 @@ import json
 import pathlib
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import QUIET
+from bench.machine import QUIET, killed_after
 
 RESULTS = pathlib.Path(__file__).with_name("results.jsonl")
 LIMIT_S = 3600.0
@@ -63,15 +62,10 @@ def suite(model: str, large_model: str | None, peer_python: str | None) -> dict[
 def run(module: str, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Its figures as they come. Raises CalledProcessError where it fails, or takes longer than LIMIT_S."""
     command = [sys.executable, "-c", _CHILD, f"bench.{module}", json.dumps(arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        timer = threading.Timer(LIMIT_S, child.kill)
-        timer.start()
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                yield json.loads(line)
-        finally:
-            timer.cancel()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child, killed_after(child, LIMIT_S):
+        assert child.stdout is not None
+        for line in child.stdout:
+            yield json.loads(line)
     if child.returncode:
         raise subprocess.CalledProcessError(child.returncode, f"bench.{module}")
 

@@ -1,6 +1,6 @@
 """``midstream train`` beside itself with ``--sync``: the same steps, groups and seed, one run after the other.
 
-    python -m bench.async_training
+    python -m bench --only async_training
 
 Two figures; the value of each is the time of the synchronous training over that of the asynchronous one, evaluations
 and start-up not counted, with the quick start's tiny model and one half of the cores for each side.
@@ -17,7 +17,6 @@ nothing (and the reward the parity of the length), so that both modes train on t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pathlib
@@ -132,16 +131,3 @@ def figures(tail_steps: int = 32, slow_steps: int = 8) -> Iterator[dict[str, Any
         speed_up = found[0]["training_s"] / found[1]["training_s"]
         name = "async training, rewards of 0.5 to 2 s: speed-up over --sync"
         yield figure(name, speed_up, "times", at_least=1.3, disturbed=disturbed, **pair(found))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tail-steps", type=int, default=32, metavar="N")
-    parser.add_argument("--slow-steps", type=int, default=8, metavar="N")
-    arguments = parser.parse_args()
-    for line in figures(arguments.tail_steps, arguments.slow_steps):
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()

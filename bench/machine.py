@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +83,17 @@ def measured(run: Callable[..., T]) -> tuple[T, float]:
         found = run(len(tries))
         tries.append((found, round(meter.share(), 3)))
     return min(tries, key=lambda one: one[1])
+
+
+@contextlib.contextmanager
+def killed_after(process: subprocess.Popen[Any], seconds: float) -> Iterator[None]:
+    """Within the block ``process`` lives so long at most, so that reading from it ends too."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def cpu_s(pid: int) -> float:

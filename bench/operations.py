@@ -1,6 +1,6 @@
 """Pause and resume with 32 requests in flight, in process and through the HTTP server.
 
-    python -m bench.operations --model DIR
+    python -m bench --only operations
 
 Two engines in turn, one after the other: ``AsyncLLM`` (its core is a process of its own) and ``midstream serve``,
 called by ``HTTPClient``. 32 streams of different prompts of 64 tokens, bf16, all cores. The unit of all references is
@@ -22,7 +22,6 @@ first new token of any stream. The medians of several are compared.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -221,17 +220,3 @@ def figures(model: str, pauses: int = 12, clears: int = 4) -> Iterator[dict[str,
             first_ratio=round(ms["again_1"] / ms["fresh_1"], 3),
             disturbed=disturbed,
         )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--pauses", type=int, default=12, metavar="N")
-    parser.add_argument("--clears", type=int, default=4, metavar="N")
-    arguments = parser.parse_args()
-    for line in figures(arguments.model, arguments.pauses, arguments.clears):
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Prefill of long prompts against the matrix products alone.
 
-    python -m bench.prefill --model DIR
+    python -m bench --only prefill
 
 Prompts of 4,000 tokens, one at a time, none of them cached; bf16, all cores, the engine's own default of tokens per
 step. The value is prompt tokens per second up to the first token out. The reference is the same figure for nothing but
@@ -11,8 +11,6 @@ the scores and the weighing of so long a prompt are most of what the layers mult
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -60,16 +58,3 @@ def figures(model: str, repeats: int = 5) -> Iterator[dict[str, Any]]:
     disturbed = max(share for turn in turns for _, share in turn)
     name = f"prefill of {PROMPT_TOKENS} tokens, against the products alone"
     yield figure(name, speed, "tokens/s", limit, at_least=0.6, of="ratio", disturbed=disturbed, possible=most)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    arguments = parser.parse_args()
-    for line in figures(arguments.model, arguments.repeats):
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 
-from bench.machine import figure, layer_weights, measured, products_s, read_bytes_per_s
+from bench.machine import figure, killed_after, layer_weights, measured, products_s, read_bytes_per_s
 from midstream import LLM, SamplingParams
 from midstream.engine.runner import ModelRunner
 
 PROMPT_TOKENS, OUTPUT_TOKENS, SAMPLES = 64, 128, 8
+LIMIT_S = 600.0
+"""For one answer of the peer; compiling belongs to its first."""
 TURNS = 3
 """Of each engine, one after the other; the best counts."""
 SETTLE_S = 1.5
@@ -100,7 +102,8 @@ class Peer:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        with killed_after(self._process, LIMIT_S):
+            line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"the peer ended with exit code {self._process.wait(30)}")
         return json.loads(line)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """From a cold interpreter to the first token, and the memory that is neither weights nor KV cache.
 
-    python -m bench.startup --model DIR [--peer-python PATH]
+    python -m bench --only startup
 
 Each engine starts in a fresh process on the same model; seconds are from its spawning to the first token of a prompt
 of 64. Memory is what is resident after 64 completions of 128 tokens have filled the KV cache to its last block, less
@@ -9,7 +9,6 @@ the weights (a tied table in both its forms) and the cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import random
@@ -19,14 +18,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench.machine import figure, measured
+from bench.machine import figure, killed_after, measured
 
-_START_S = 300.0
+_LIMIT_S = 300.0
 _SEQUENCES, _PROMPT, _OUT, _BLOCK = 64, 64, 128, 16
 _BLOCKS = _SEQUENCES * (_PROMPT + _OUT) // _BLOCK
 
 _OURS = """
-import json, random, sys
+import json, sys
 from midstream import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=512, max_num_seqs=64, num_blocks=int(sys.argv[2]))
 llm.generate([list(range(10, 74))], SamplingParams(max_tokens=1, detokenize=False))
@@ -56,13 +55,13 @@ def ours(model: str) -> tuple[float, int]:
     child = subprocess.Popen(
         [sys.executable, "-c", _OURS, model, str(_BLOCKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert child.stdin and child.stdout
-    child.stdout.readline()
-    seconds = time.perf_counter() - start
-    child.stdin.write(json.dumps([prompts, _OUT]) + "\n")
-    child.stdin.close()
-    found = json.loads(child.stdout.readline())
-    child.wait(60)
+    with child, killed_after(child, _LIMIT_S):
+        assert child.stdin and child.stdout
+        child.stdout.readline()
+        seconds = time.perf_counter() - start
+        child.stdin.write(json.dumps([prompts, _OUT]) + "\n")
+        child.stdin.close()
+        found = json.loads(child.stdout.readline())
     return seconds, found["rss"] - found["known"] - weight_bytes(model)
 
 
@@ -82,16 +81,3 @@ def figures(model: str, peer_python: str | None = None) -> Iterator[dict[str, An
         peer.close()
     yield figure("import to first token", seconds, "s", peer_s, at_most=4.0, disturbed=disturbed)
     yield figure("memory beyond weights and KV cache", memory, "MB", at_most=350.0, disturbed=disturbed)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--peer-python", metavar="PATH")
-    arguments = parser.parse_args()
-    for line in figures(arguments.model, arguments.peer_python):
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,12 @@
 """The decode step of the tiny model against its limit: the matrix products of the same step alone, in the same run.
 
-    python -m bench.step
+    python -m bench --only step
 
 One JSON line per concurrency: ms per step with one thread, the reference being the products' ms.
 """
 
 from __future__ import annotations
 
-import json
 import pathlib
 import time
 from collections.abc import Iterator
@@ -49,12 +48,3 @@ def figures() -> Iterator[dict[str, Any]]:
             alone = products_s([*layer_weights(llm), llm.core.worker.weights.head], c, passes=STEPS)
             name = f"decode step of the tiny model, 1 thread, {c} concurrent"
             yield figure(name, step * 1e3, "ms", alone * 1e3, disturbed=disturbed)
-
-
-def main() -> None:
-    for line in figures():
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()

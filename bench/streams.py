@@ -1,6 +1,6 @@
 """The HTTP server at 64 concurrent streams against the offline engine.
 
-    python -m bench.streams --model DIR
+    python -m bench --only streams
 
 Output tokens per second, all 64 completions together, from the first request sent to the last byte. 64 prompts of 64
 tokens that nothing has cached, 128 tokens out, T = 1, logprobs and text on, bf16, all cores. The server
@@ -12,7 +12,6 @@ checked by the usage that each stream ends with. ``…_us`` is CPU time per outp
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import random
@@ -122,17 +121,3 @@ def figures(model: str, repeats: int = 4, tokens: int = OUTPUT_TOKENS) -> Iterat
         disturbed=max(share for _, share in [*online, *offline]),
         **{f"{name}_us": round(us, 1) for name, us in zip(("front", "engine", "client"), used, strict=True)},
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--repeats", type=int, default=4, metavar="N", help="turns of each; the best counts")
-    parser.add_argument("--tokens", type=int, default=OUTPUT_TOKENS, metavar="N", help="out, of each stream")
-    arguments = parser.parse_args()
-    for line in figures(arguments.model, arguments.repeats, arguments.tokens):
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()

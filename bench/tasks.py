@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from midstream.rl.env import Completion, Problem, Tokenizer
-from midstream.rl.tasks import ReverseTask, TextTask
+from midstream.rl.tasks import DrawnTask, ReverseTask
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MEDIAN, SIGMA = 16.0, 1.1
@@ -61,7 +61,7 @@ def save_model(source: pathlib.Path, directory: pathlib.Path) -> None:
         shutil.copy(source / name, directory / name)
 
 
-class HeavyTail(TextTask):
+class HeavyTail(DrawnTask):
     """Any letters; 1 for a completion of an odd number of tokens, which half of them are, trained or not."""
 
     name = "heavy_tail"

@@ -1,16 +1,14 @@
 """An optimizer step's tokens per second, against transformers and AdamW on the same batch of uneven lengths.
 
-    python -m bench.trainer --model DIR
+    python -m bench --only trainer
 
 Both hold fp32 masters, compute in bf16 and step AdamW on the policy gradient of the same completions. The peer does
-what plain trainers do: whole sequences, padded to the longest of each micro-batch, autocast. One JSON line:
-tokens_per_s (completion tokens), peer_tokens_per_s, ratio, and the largest difference of the logprobs.
+what plain trainers do: whole sequences, padded to the longest of each micro-batch, autocast. Tokens are those of the
+completions; ``largest_gap`` is the largest difference of their logprobs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import QUIET, figure, measured
+from bench.machine import figure, measured
 from midstream.rl.policy import Policy
 from midstream.types import SamplingParams
 
@@ -86,8 +84,8 @@ def step_of_peer(model: str) -> Callable[[Groups], list[float]]:
     return step
 
 
-def compared(model: str, repeats: int) -> dict[str, Any]:
-    """The line of the module docstring."""
+def figures(model: str, repeats: int = 3) -> Iterator[dict[str, Any]]:
+    """``repeats`` steps of each, in turn; the best counts."""
     steps = [make(model) for make in (step_of_ours, step_of_peer)]
     groups = batch(40_000)
     tokens = sum(len(c) for _, completions in groups for c in completions)
@@ -104,25 +102,6 @@ def compared(model: str, repeats: int) -> dict[str, Any]:
         for i, step in enumerate(steps):
             took, share = measured(lambda _, step=step: seconds(step))
             best[i], disturbed = min(best[i], took), max(disturbed, share)
-    line = {"name": "optimizer step, uneven lengths", "tokens_per_s": round(tokens / best[0], 1)}
-    line |= {"peer_tokens_per_s": round(tokens / best[1], 1), "ratio": round(best[1] / best[0], 3)}
-    return line | {"largest_gap": round(gap, 4), "disturbed": disturbed, "quiet": QUIET}
-
-
-def figures(model: str, repeats: int = 3) -> Iterator[dict[str, Any]]:
-    line = compared(model, repeats)
-    more = {"largest_gap": line["largest_gap"], "disturbed": line["disturbed"]}
-    ours, peer = line["tokens_per_s"], line["peer_tokens_per_s"]
-    yield figure(line["name"], ours, "tokens/s", peer, at_least=1.5, of="ratio", **more)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="DIR", help="a directory of safetensors")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each, in turn; the best counts")
-    arguments = parser.parse_args()
-    print(json.dumps(compared(arguments.model, arguments.steps)))
-
-
-if __name__ == "__main__":
-    main()
+    more = {"largest_gap": round(gap, 4), "disturbed": disturbed}
+    ours, peer = (tokens / took for took in best)
+    yield figure("optimizer step, uneven lengths", ours, "tokens/s", peer, at_least=1.5, of="ratio", **more)

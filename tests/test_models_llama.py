@@ -37,7 +37,6 @@ def steps() -> list[tuple[list[int], list[int], AttentionMetadata]]:
             block_tables=torch.tensor(tables, dtype=torch.int32),
             cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
             seq_lens=torch.tensor([end for _, end in chunks], dtype=torch.int32),
-            max_seqlen_q=max(end - start for start, end in chunks),
             slot_mapping=torch.tensor(slots),
         )
         found.append(([(7 * p + 3) % 160 for p in positions], positions, meta))

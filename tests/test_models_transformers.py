@@ -77,7 +77,7 @@ def our_logits(path: pathlib.Path, ids: list[int]) -> torch.Tensor:
     )
     meta = AttentionMetadata(
         torch.arange(blocks, dtype=torch.int32)[None], torch.tensor([0, len(ids)], dtype=torch.int32),
-        torch.tensor([len(ids)], dtype=torch.int32), len(ids), torch.arange(len(ids)),
+        torch.tensor([len(ids)], dtype=torch.int32), torch.arange(len(ids)),
     )  # fmt: skip
 
     hidden = model.serve(weights, torch.tensor(ids), torch.arange(len(ids)), keys, values, meta)

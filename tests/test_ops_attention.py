@@ -69,7 +69,6 @@ def lay_out(
         block_tables=torch.tensor(tables, dtype=torch.int32),
         cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
         seq_lens=torch.tensor([len(i.k) for i in items], dtype=torch.int32),
-        max_seqlen_q=max(len(i.q) for i in items),
     )
     return torch.cat([i.q for i in items]), keys, values, metadata
 
@@ -280,7 +279,6 @@ def test_gradients_are_those_of_the_dense_definition(dtype: torch.dtype, forced_
             list(itertools.accumulate((n for n, _ in spans.values()), initial=0)), dtype=torch.int32
         ),
         seq_lens=torch.tensor([length for _, length in spans.values()], dtype=torch.int32),
-        max_seqlen_q=20,
     )
     q, k, v = (torch.cat([leaves[n][which] for n in spans]) for which in range(3))
     out = PagedAttention.apply(q, k, v, placement, meta, dim**-0.5)

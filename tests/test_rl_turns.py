@@ -21,7 +21,7 @@ from midstream.rl.engine_thread import EngineThread
 from midstream.rl.env import Completion, Problem, user_turn
 from midstream.rl.policy import Policy
 from midstream.rl.sampler import Sampler
-from midstream.rl.tasks import TextTask
+from midstream.rl.tasks import DrawnTask
 from midstream.rl.types import MicroBatch, RolloutGroup
 from midstream.serving.text import Text
 from midstream.types import WeightVersion, child_seed
@@ -237,7 +237,7 @@ def test_the_loss_does_not_depend_on_the_environments_tokens(
 # -- against the engine and the trainer's model ------------------------------------------------------------------------
 
 
-class Reversals(TextTask):
+class Reversals(DrawnTask):
     """Two words to reverse; the second comes as ids that no text encodes to (the unknown token, padding)."""
 
     name, max_turns = "reversals", 3

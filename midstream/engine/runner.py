@@ -81,7 +81,6 @@ class ModelRunner:
             block_tables=torch.tensor(tables, dtype=torch.int32, device=to),
             cu_seqlens_q=torch.tensor(ends, dtype=torch.int32, device=to),
             seq_lens=torch.tensor(totals, dtype=torch.int32, device=to),
-            max_seqlen_q=max(lengths),
             slot_mapping=torch.tensor(slots, device=to),
         )
 

@@ -99,7 +99,6 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
             block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
             cu_seqlens_q=torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            max_seqlen_q=max(lengths),
         ),
         rows=torch.tensor(rows),
         targets=torch.tensor(targets),

@@ -20,13 +20,12 @@ class AttentionMetadata:
 
     slot_mapping [T] int64: cache slot of each token (engine only); block_tables [R, max blocks] int32;
     cu_seqlens_q [R + 1] int32: query tokens of request r are [cu[r], cu[r + 1]); seq_lens [R] int32: context length
-    including the queries, which are its last tokens; max_seqlen_q: longest query.
+    including the queries, which are its last tokens.
     """
 
     block_tables: torch.Tensor
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
-    max_seqlen_q: int
     slot_mapping: torch.Tensor | None = None
 
 

@@ -11,6 +11,7 @@ Two sources, one contract (``GroupSource``):
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 import threading
@@ -27,7 +28,7 @@ _USELESS_WARNING = 64
 _log = logging.getLogger(__name__)
 
 
-class GroupSource:
+class GroupSource(abc.ABC):
     """Where the trainer's steps get their groups. All public methods are called from outside the engine thread."""
 
     def __init__(self, sampler: Sampler, engine: EngineThread) -> None:
@@ -35,15 +36,15 @@ class GroupSource:
         self._engine = engine
         self._num_useless = 0
 
+    @abc.abstractmethod
     def take(self, timeout_s: float) -> TakenGroups:
         """The next step's groups; generation begins with the first call. Raises ``TimedOut``, or the first error of
         generation, rewards or ``fail``."""
-        raise NotImplementedError
 
-    def release(self, step: int) -> None:
+    def release(self, step: int) -> None:  # noqa: B027  (nothing to do where nothing is in flight)
         """The engine holds the weights that ``step`` produced."""
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:  # noqa: B027
         """Something else went wrong: whoever waits in ``take`` shall hear of it."""
 
     def close(self) -> list[RolloutGroup]:

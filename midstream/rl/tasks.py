@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.util
 import inspect
 import json
@@ -22,15 +23,22 @@ _MAX_ATTEMPTS = 10_000
 
 @dataclass(eq=False)
 class TextTask:
-    """Base of the tasks here: draws prompts until one hashes to the split, and decodes completions."""
+    """Base of the tasks here: decodes completions."""
 
     tokenizer: Tokenizer
     seed: int
     name = "task"
 
+    def completion(self, token_ids: list[int], finish_reason: FinishReason) -> Completion:
+        return Completion(token_ids, self.tokenizer.decode(token_ids), finish_reason)
+
+
+class DrawnTask(TextTask, abc.ABC):
+    """Prompts made up: drawn until one hashes to the split."""
+
+    @abc.abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, Any]:
         """A prompt and the task's data for it."""
-        raise NotImplementedError
 
     def encode_prompt(self, prompt: str) -> list[int]:
         return self.tokenizer.prompt(prompt)
@@ -45,11 +53,8 @@ class TextTask:
             f"task {self.name} has no prompt in the split {split} among {_MAX_ATTEMPTS} draws; it has too few prompts"
         )
 
-    def completion(self, token_ids: list[int], finish_reason: FinishReason) -> Completion:
-        return Completion(token_ids, self.tokenizer.decode(token_ids), finish_reason)
 
-
-class ExactTask(TextTask):
+class ExactTask(DrawnTask):
     """Reward 1 for exactly the answer followed by the end-of-sequence token, else 0. ``data`` is the answer."""
 
     def __post_init__(self) -> None:
@@ -106,7 +111,7 @@ class SortTask(ExactTask):
 
 
 @dataclass(eq=False)
-class ReasoningGymTask(TextTask):
+class ReasoningGymTask(DrawnTask):
     """Any task of the ``reasoning-gym`` package, by default through the model's chat template."""
 
     dataset: str
