@@ -1,6 +1,6 @@
 """Fuzz `midstream serve` from its own OpenAPI document, with schemathesis in whatever environment has it.
 
-    python bench/fuzz_server.py --schemathesis PATH/TO/schemathesis --seconds 300
+    python -m bench.fuzz_server --schemathesis PATH/TO/schemathesis --seconds 300
 
 Valid and invalid requests on every route, generation and control, first route by route, then in random sequences.
 A pause, a sleep or an open update may hold for a few calls; then everything is woken, so that one call does not refuse

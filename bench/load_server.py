@@ -1,6 +1,6 @@
 """A server under load while its weights change: what is lost, what is left over, and how fast it is.
 
-    python bench/load_server.py [--requests 2000] [--streams 256] [--cycles 50] [--backend ipc]
+    python -m bench.load_server [--requests 2000] [--streams 256] [--cycles 50] [--backend ipc]
 
 1. Streams on loopback, a pause(keep), a whole weight update and a resume every two seconds, and a tenth of the clients
    vanish at some point. The weights sent are those that serve, so every other stream must give the very ids of an
