@@ -64,24 +64,6 @@ void score(float* const* scores, const T* q, const Shape<T>& at, int first, int 
   }
 }
 
-// exp of something <= 0 that will be rounded to T: for bf16 half the operations give all its bits, and more.
-template <typename T> inline vec exp_as(vec x) { return exp_neg(x); }
-#ifdef __AVX512F__
-template <> inline vec exp_as<bf16>(vec x) {
-  const vec low = splat(-87.0f);
-  __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ);
-  vec t = x * 1.44269504088896341f;
-  vec n = (vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  vec r = t - n;  // 2^r on [-1/2, 1/2], relative error 3e-6
-  vec p = splat(9.5605200e-3f);
-  p = p * r + 5.5917120e-2f;
-  p = p * r + 2.4024982e-1f;
-  p = p * r + 6.9312196e-1f;
-  p = p * r + 9.9999919e-1f;
-  return (vec)_mm512_maskz_scalef_ps(live, (__m512)p, (__m512)n);
-}
-#endif
-
 // A query row on its way through the context, chunk by chunk (Milakov and Gimelshein 2018): what was summed so far is
 // relative to the largest score so far.
 struct Row {
@@ -99,7 +81,7 @@ void softmax(Row& row, T* p, float* scores, int valid, int span) {
       x = lane < splat(float(valid - i)) ? x : splat(-INFINITY);
       store(scores + i, x);
     }
-    best = best > x ? best : x;
+    best = larger(best, x);
   }
   const float max = max_lanes(best);
   vec sum = vec{};
@@ -284,7 +266,7 @@ struct Gradient {
       }
       ivec live = lane < splat(float(valid - j));
       sum = live ? sum * scale : splat(-INFINITY);
-      best = best > sum ? best : sum;
+      best = larger(best, sum);
       store(p + j, sum);
       store(ds + j, dot);
     }

@@ -57,15 +57,35 @@ inline float max_lanes(vec v) {
   for (int i = 1; i < L; ++i) m = v[i] > m ? v[i] : m;
   return m;
 }
+inline vec larger(vec a, vec b) {  // b where either is NaN
+#ifdef __AVX512F__
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+inline bool any(ivec v) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
+#else
+  int32_t bits = 0;
+  for (int i = 0; i < L; ++i) bits |= v[i];
+  return bits;
+#endif
+}
 
 // exp(x) for x <= 0: round to a power of two, then a degree-6 polynomial on [-ln2/2, ln2/2]; -inf gives exactly 0.
 inline vec exp_neg(vec x) {
   const vec low = splat(-87.0f);
-  ivec dead = x < low;
+#ifdef __AVX512F__
+  const __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
+  const vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+#else
+  const ivec dead = x < low;
   x = x < low ? low : x;
-  vec t = x * 1.44269504088896341f;
   const vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  vec n = (t + magic) - magic;
+  const vec n = (x * 1.44269504088896341f + magic) - magic;
+#endif
   vec r = x - n * 0.693145751953125f;
   r = r - n * 1.42860682030941723212e-6f;
   vec p = splat(1.3888889e-3f);
@@ -75,6 +95,9 @@ inline vec exp_neg(vec x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
+#ifdef __AVX512F__
+  return (vec)_mm512_maskz_scalef_ps(live, (__m512)p, (__m512)n);
+#else
   ivec e = (__builtin_convertvector(n, ivec) + 127) << 23;
   vec scale; std::memcpy(&scale, &e, sizeof scale);
   p = p * scale;
@@ -82,7 +105,26 @@ inline vec exp_neg(vec x) {
   bits &= ~dead;
   std::memcpy(&p, &bits, sizeof p);
   return p;
+#endif
 }
+
+// exp of something <= 0 that will be rounded to T: for bf16 half the operations give all its bits, and more.
+template <typename T> inline vec exp_as(vec x) { return exp_neg(x); }
+#ifdef __AVX512F__
+template <> inline vec exp_as<bf16>(vec x) {
+  const vec low = splat(-87.0f);
+  const __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ);
+  vec t = x * 1.44269504088896341f;
+  vec n = (vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT);
+  vec r = t - n;  // 2^r on [-1/2, 1/2], relative error 3e-6
+  vec p = splat(9.5605200e-3f);
+  p = p * r + 5.5917120e-2f;
+  p = p * r + 2.4024982e-1f;
+  p = p * r + 6.9312196e-1f;
+  p = p * r + 9.9999919e-1f;
+  return (vec)_mm512_maskz_scalef_ps(live, (__m512)p, (__m512)n);
+}
+#endif
 
 // Products of neighbours: P of them, times as many lanes, go into one sum at a time. That is what bf16 has an instruction
 // for. sum[i] += a[Pi] b[Pi] + ... + a[Pi + P - 1] b[Pi + P - 1], in this order.

@@ -30,7 +30,7 @@ void silu_and_mul(T* out, const T* x, int64_t rows, int N, int threads) {
     const T* gate = x + r * 2 * N;
     for (int i = 0; i < N; i += L) {
       vec g = load(gate + i);
-      vec e = exp_neg(g < 0.0f ? g : -g);
+      vec e = exp_as<T>(g < 0.0f ? g : -g);
       vec sigmoid = (g < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
       store(out + r * N + i, g * sigmoid * load(gate + N + i));
     }

@@ -55,8 +55,8 @@ float largest(const T* x, int V, float temperature) {
   vec best = splat(-INFINITY), odd = vec{};
   for (int i = 0; i < V; i += L) {
     vec v = values(x, i, V, keep);
-    best = best > v ? best : v;
-    odd += v - v == 0.0f || v == -INFINITY ? vec{} : splat(1.0f);  // NaN or +inf
+    best = larger(best, v);
+    odd = v < INFINITY ? odd : splat(1.0f);  // NaN or +inf
   }
   const float max = max_lanes(best);
   return sum_lanes(odd) > 0.0f || max == -INFINITY ? NAN : max / temperature;
@@ -83,6 +83,18 @@ inline bool before(const Candidate& a, const Candidate& b) {
   return a.first > b.first || (a.first == b.first && a.second < b.second);
 }
 
+// The first token whose value is ``max``; -1 where that is NaN.
+template <typename T>
+int first(const T* x, int V, const Keep& keep, float max) {
+  for (int i = 0; i < V; i += L) {
+    vec v = values(x, i, V, keep);
+    if (any(v >= max))
+      for (int j = 0; j < L; ++j)
+        if (v[j] >= max) return i + j;
+  }
+  return -1;
+}
+
 // The count most likely tokens, best first, ties by id. A lane's maximum over some vectors is one token's value, so at
 // least count tokens reach the count-th largest of these maxima: only those are looked at one by one.
 template <typename T>
@@ -96,7 +108,7 @@ void top(const T* x, int V, const Keep& keep, int count, std::vector<Candidate>&
     vec best = splat(-INFINITY);
     for (int i = at; i < at + group && i < V; i += L) {
       vec v = values(x, i, V, keep);
-      best = best > v ? best : v;
+      best = larger(best, v);
     }
     maxima.resize(maxima.size() + L);
     store(&maxima[maxima.size() - L], best);
@@ -111,6 +123,7 @@ void top(const T* x, int V, const Keep& keep, int count, std::vector<Candidate>&
     if (max_lanes(load(&maxima[n])) < floor) continue;
     for (int i = at; i < at + group && i < V; i += L) {
       vec v = values(x, i, V, keep);
+      if (!any(v >= floor)) continue;
       for (int j = 0; j < L && i + j < V; ++j)
         if (v[j] >= floor && v[j] > -INFINITY) out.emplace_back(v[j], i + j);
     }
@@ -217,8 +230,7 @@ void sample(Drawn* out, int32_t* top_ids, float* top_logprobs, const T* logits, 
       const Total t = same ? raw_total : total(x, V, keep, sums.data());
       int token = 0;
       if (row.greedy) {
-        top(x, V, keep, 1, found);
-        if (!found.empty()) token = found[0].second;
+        token = std::max(first(x, V, keep, t.max), 0);
       } else {
         token = draw(x, V, keep, t, same ? raw_sums.data() : sums.data(), row.uniform);
       }
@@ -235,11 +247,16 @@ void sample(Drawn* out, int32_t* top_ids, float* top_logprobs, const T* logits, 
       }
       if (row.num_top > 0) {
         const bool processed = row.top_of_processed;
-        if (processed) top(x, V, keep, row.num_top, found); else top(raw, V, all, row.num_top, found);
+        const T* from = processed ? x : raw;
+        const Keep& of = processed ? keep : all;
+        const Total& total = processed ? t : raw_total;
+        found.clear();
+        if (row.num_top > 1) top(from, V, of, row.num_top, found);
+        else if (int id = first(from, V, of, total.max); id >= 0) found.emplace_back(total.max, id);
         for (int i = 0; i < row.num_top; ++i) {
           const bool is = i < int(found.size());
           top_ids[r * max_top + i] = is ? found[i].second : -1;
-          top_logprobs[r * max_top + i] = is ? logprob(found[i].first, processed ? t : raw_total) : -INFINITY;
+          top_logprobs[r * max_top + i] = is ? logprob(found[i].first, total) : -INFINITY;
         }
       }
     }
