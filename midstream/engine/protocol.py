@@ -262,7 +262,6 @@ class Protocol:
         """Begin a pause, or join the one of this mode that is in flight."""
         if mode not in PAUSE_MODES:
             raise InvalidInput(f"unknown pause mode {mode!r}: use one of {', '.join(PAUSE_MODES)}")
-        self._position += 1
         caller = (op, clear_cache)
         if self._pausing is not None and self._pausing.mode == mode:
             self._pausing = replace(self._pausing, callers=(*self._pausing.callers, caller))
@@ -275,7 +274,6 @@ class Protocol:
 
     def resume(self, op: Op) -> list[Action]:
         """Let the engine run, whatever pause was in flight or held."""
-        self._position += 1
         was_paused, self._holds = self.is_paused, False
         actions: list[Action] = []
         if self._pausing is not None:
@@ -294,7 +292,6 @@ class Protocol:
 
     def pause_timed_out(self, op: Op, still_running: str = "") -> list[Action]:
         """A clock ended this caller's wait; ``still_running`` says for whom it waited. Nothing if answered."""
-        self._position += 1
         pausing = self._pausing
         if pausing is None or all(op != caller for caller, _ in pausing.callers):
             return []
@@ -318,13 +315,11 @@ class Protocol:
         """An update is prepared and verified; it commits at a boundary. None: the pause's policy, else recompute."""
         if self._finish is not None:
             raise UpdateConflict("a finish of this update is waiting for its commit already: wait for its answer")
-        self._position += 1
         self._finish = _Finish(op, kv_policy, self.is_paused)
         return []
 
     def cancel_update(self, reason: str) -> list[Action]:
         """The prepared update is gone: end the finish that waits for its commit, if there is one."""
-        self._position += 1
         finish, self._finish = self._finish, None
         if finish is None:
             return []
@@ -332,7 +327,6 @@ class Protocol:
 
     def shutdown(self, op: Op) -> list[Action]:
         """End everything. Answered, and the outcome "stop", at the boundary where all ranks have taken it."""
-        self._position += 1
         actions = self._cancel_pausing("a shutdown")
         if self._finish is not None:
             actions += self._fail_finish("the engine is shutting down")
@@ -344,6 +338,12 @@ class Protocol:
         return self.conclude(verdict((self.vote(facts),)))[0]
 
     # -- many ranks ------------------------------------------------------------------------------------------------
+
+    def take(self, position: int) -> None:
+        """The next command of the log is taken in this gap: called before what the command itself asks for."""
+        if position != self._position + 1:
+            raise MidstreamError(f"command {position} of the log came after command {self._position}")
+        self._position = position
 
     def start_wave(self, wave: int) -> None:
         """START_DP_WAVE was taken: another rank has work in ``wave``. One of a wave that has ended says nothing."""
