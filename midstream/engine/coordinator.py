@@ -28,7 +28,6 @@ from typing import Any
 
 from midstream.errors import EngineDead, MidstreamError, from_wire, to_wire
 
-
 PLAIN = frozenset({"status", "is_paused", "is_sleeping", "update_weights", "weight_digests"})
 """Verbs that change nothing which ranks must agree about and that may come often: they have no position in the log, so
 that a stream of them cannot keep votes from agreeing."""
@@ -63,7 +62,8 @@ class StartWave:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rank is gone. In a lockstep group: end with this error, whatever you wait for."""
+    """To a rank of a lockstep group: end with this error, whatever you wait for. To a front end: fail the requests of
+    the group, or of the replica that is named, with it."""
 
     error: MidstreamError
 
@@ -169,19 +169,25 @@ class Coordinator:
             return []
         self.ranks.discard(rank)
         self._due.pop(rank, None)
+        if self.error is not None:
+            return []
         error = EngineDead(f"rank {rank} was lost: {reason}", rank=rank)
-        ends = self.error is None and (self.lockstep or not self.ranks)
-        sends: list[Send] = []
-        if ends:
-            self.error = error
-            self._leases.clear()
-        if ends or not self.lockstep:
-            sends = [(to, Lost(error)) for to in (*sorted(self.ranks), *sorted(self.front_ends))]
+        if self.lockstep or not self.ranks:
+            return self._end(error)
+        sends: list[Send] = [(front_end, Lost(error)) for front_end in sorted(self.front_ends)]
         for op, call in list(self._open.items()):
-            if not self.lockstep:
-                sends += self._undo(op, call, error.message)
+            sends += self._undo(op, call, error.message)
             sends += self._answer(op, error)
         return sends + self._agree()
+
+    def _end(self, error: MidstreamError) -> list[Send]:
+        """The group is over: whoever waits, or calls from now on, gets this error."""
+        self.error = error
+        sends: list[Send] = [(to, Lost(error)) for to in (*sorted(self.ranks), *sorted(self.front_ends))]
+        for op in list(self._open):
+            sends += self._answer(op, error)
+        self._leases.clear()
+        return sends
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
@@ -216,13 +222,16 @@ class Coordinator:
 
     def _answer(self, op: int, result: dict[str, Any] | MidstreamError) -> list[Send]:
         call = self._open.pop(op)
+        sends: list[Send] = [] if call.caller is None else [(call.caller, Answer(call.call, result))]
         self._deadlines.pop(op, None)
         if call.verb == "pause" and op in self._leases:
             if isinstance(result, MidstreamError):
                 del self._leases[op]
             else:
                 self._leases = {other: lease for other, lease in self._leases.items() if other >= op}
-        return [] if call.caller is None else [(call.caller, Answer(call.call, result))]
+        if call.verb == "shutdown" and self.error is None and not isinstance(result, MidstreamError):
+            sends += self._end(EngineDead("the engine was shut down"))
+        return sends
 
     def _time_out(self, op: int) -> list[Send]:
         del self._deadlines[op]
