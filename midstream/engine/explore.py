@@ -17,10 +17,12 @@ Each distinct (state of a class, event) is run once on the class itself and reme
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from midstream.engine.coordinator import Agreed, Answer, Command, Coordinator, Lost, Send, StartWave
@@ -71,6 +73,7 @@ class Explored(NamedTuple):
     is_complete: bool
 
 
+Label = tuple[Any, ...]
 GAP, VOTE, FORWARD, ENDED, DEAD = "gap", "vote", "forward", "ended", "dead"
 
 
@@ -95,6 +98,8 @@ class Local(NamedTuple):
     """The call whose update is staged."""
     said: int | None = None
     """Of a replica: the position at which it was due last."""
+    rests: bool = False
+    """It has reported a pause and has taken nothing since that may end it."""
 
     @property
     def facts(self) -> StepFacts:
@@ -102,13 +107,34 @@ class Local(NamedTuple):
         return StepFacts(len(self.live), progressed, any(one.is_ready for one in self.live), self.version)
 
 
-class Effects(NamedTuple):
-    """What a transition of one rank does to the others: message numbers for the coordinator, requests that ended."""
+class Rank(NamedTuple):
+    """A rank and its channels, oldest message first."""
 
     local: int
+    commands: tuple[int, ...] = ()
+    requests: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+
+
+class Effects(NamedTuple):
+    """Where a transition leads one rank, and which requests it ends."""
+
+    to: int
+    """A Local first, then the Rank around it."""
     sent: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
     has_committed: bool = False
+
+
+class Shape(NamedTuple):
+    """What others may see of a rank."""
+
+    place: str
+    waits_in: tuple[Any, ...] | None
+    """Which collective it waits in: all who wait must wait in the same."""
+    rests: bool
+    head: str | None
+    """What the coordinator hears of it next."""
 
 
 class Machine:
@@ -119,12 +145,12 @@ class Machine:
         self._numbers: dict[Any, int] = {}
         self._values: list[Any] = []
         self._tables: dict[str, dict[Any, Any]] = {}
-        self.fresh = self.number(Local(variant.protocol(max(vote_every, 1))))
+        self.fresh = self.number(Rank(self.number(Local(variant.protocol(max(vote_every, 1))))))
         self.coordinator = self.number(variant.coordinator(num_ranks, self.lockstep))
 
     def number(self, value: Any) -> int:
         """Equal values have equal numbers."""
-        key = freeze(value)
+        key = value if isinstance(value, (Rank, Outside)) else freeze(value)  # those hold numbers only
         found = self._numbers.setdefault(key, len(self._values))
         if found == len(self._values):
             self._values.append(value)
@@ -144,11 +170,76 @@ class Machine:
 
     # -- one rank --------------------------------------------------------------------------------------------------
 
-    def _shape(self, number: int) -> tuple[str, tuple[Any, ...]]:
-        """Place, and which collective it is that the rank waits in: all who wait must wait in the same."""
-        local = self._values[number]
-        protocol = local.protocol
-        return local.place, (local.place, protocol._wave, protocol._step, local.version)
+    def _shape(self, number: int) -> Shape:
+        rank = self._values[number]
+        local = self._values[rank.local]
+        protocol, place = local.protocol, local.place
+        waits_in = (place, protocol._wave, protocol._step, local.version) if place in (VOTE, FORWARD) else None
+        return Shape(place, waits_in, local.rests, self._values[rank.sent[0]][0] if rank.sent else None)
+
+    def _moves(self, r: int, number: int) -> list[tuple[Label, Effects]]:
+        """What a rank in a gap may do by itself."""
+        rank = self._values[number]
+        if self._values[rank.local].place != GAP:
+            return []
+        found = []
+        if rank.commands:
+            effects = self._take(r, rank.local, rank.commands[0])
+            found.append((("takes", r), self._with(rank._replace(commands=rank.commands[1:]), effects)))
+        if rank.requests:
+            effects = self._admit(rank.local, *self._values[rank.requests[0]])
+            found.append((("admits", r), self._with(rank._replace(requests=rank.requests[1:]), effects)))
+        for index, one in enumerate(self._values[rank.local].live):
+            if not one.is_ready:
+                found.append((("makes ready", r), self._with(rank, self._settle(rank.local, index, True))))
+                found.append((("fails to make ready", r), self._with(rank, self._settle(rank.local, index, False))))
+        if (turn := self.look("turn", rank.local)) != "idle":
+            what = "steps" if turn == "step" and not self.lockstep else "ends its gap"
+            found.append(((what, r), self._with(rank, self._end_gap(rank.local))))
+        return found
+
+    def _with(self, rank: Rank, effects: Effects) -> Effects:
+        """The same effects, with the rank's channels around its new Local. Who has ended takes nothing more."""
+        place = self._values[effects.to].place
+        ended = effects.ended
+        if place in (ENDED, DEAD):
+            ended += tuple(self._values[request][0] for request in rank.requests)
+            sent = (*rank.sent, *effects.sent) if place == ENDED else ()
+            rank = Rank(effects.to, (), (), sent)
+        else:
+            rank = rank._replace(local=effects.to, sent=(*rank.sent, *effects.sent))
+        return Effects(self.number(rank), (), ended, effects.has_committed)
+
+    def _completes(self, number: int, decided: StepVerdict | None) -> Effects:
+        """The collective that the rank is in: a vote with its verdict, else the forward."""
+        rank = self._values[number]
+        effects = self._stepped(rank.local) if decided is None else self._conclude(rank.local, decided)
+        return self._with(rank, effects)
+
+    def _gone(self, number: int, place: str) -> Effects:
+        """The rank died, or its collective failed because another one is gone."""
+        rank = self._values[number]
+        return self._with(rank, Effects(self.number(self._values[rank.local]._replace(place=place, live=()))))
+
+    def _append(self, number: int, channel: str, message: int) -> int:
+        """A message is on its way to a rank. One that has ended or died takes none."""
+        rank = self._values[number]
+        if self._values[rank.local].place in (ENDED, DEAD):
+            return number
+        return self.number(rank._replace(**{channel: (*getattr(rank, channel), message)}))
+
+    def _heard(self, number: int) -> int:
+        rank = self._values[number]
+        return self.number(rank._replace(sent=rank.sent[1:]))
+
+    def _is_quiet(self, number: int) -> tuple[bool, tuple[int, ...]]:
+        """It does nothing more by itself; and the requests that its pause holds."""
+        rank = self._values[number]
+        local = self._values[rank.local]
+        is_idle = local.place == GAP and not rank.commands and not rank.requests
+        held = tuple(one.request for one in local.live) if local.protocol.phase == "paused" else ()
+        ends = local.place in (ENDED, DEAD) or (is_idle and self.look("turn", rank.local) == "idle")
+        return ends and not rank.sent, held
 
     def _turn(self, number: int) -> Turn:
         local = self._values[number]
@@ -190,6 +281,7 @@ class Machine:
 
     def _command(self, rank: int, local: Local, command: Command) -> tuple[Local, list[Action]]:
         protocol, op, given = local.protocol, command.op, command.arguments
+        local = local._replace(rests=local.rests and command.verb not in ("pause", "resume", "pause_timed_out"))
         if command.position is not None:
             protocol.take(command.position)
         match command.verb:
@@ -238,11 +330,8 @@ class Machine:
             return Effects(self.number(local._replace(live=rest)), (), (one.request,))
         return Effects(self.number(local._replace(live=_put(local.live, index, one._replace(is_ready=True)))))
 
-    def _slow(self, number: int) -> tuple[int, ...]:
-        return tuple(index for index, one in enumerate(self._values[number].live) if not one.is_ready)
-
     def _vote(self, number: int) -> StepVote:
-        local = self._values[number]
+        local = self._values[self._values[number].local]
         return local.protocol.vote(local.facts)  # type: ignore[no-any-return]
 
     def _decide(self, numbers: tuple[int, ...]) -> StepVerdict:
@@ -268,10 +357,6 @@ class Machine:
             live = tuple(one for one in ran if one.tokens_left)
         return Effects(self.number(local._replace(protocol=protocol, place=GAP, live=live)), (), ended)
 
-    def _gone(self, number: int, place: str) -> Effects:
-        """The rank died, or its collective failed because another one is gone."""
-        return Effects(self.number(self._values[number]._replace(place=place, live=())))
-
     def _carry_out(self, local: Local, actions: Sequence[Action]) -> Effects:
         sent: list[int] = []
         ended: tuple[int, ...] = ()
@@ -291,6 +376,7 @@ class Machine:
                 case Reply() if action is _PREPARED:
                     sent.append(self.number(("prepared", local.prepared)))
                 case Reply(op, value):
+                    local = local._replace(rests=local.rests or "paused" in value)
                     sent.append(self.number(("answered", op, value)))
                 case Fail(op, error):
                     if op == local.prepared:
@@ -348,15 +434,6 @@ def freeze(value: Any) -> Any:
 # -- the world ---------------------------------------------------------------------------------------------------------
 
 
-class Rank(NamedTuple):
-    """A rank and its channels, oldest message first."""
-
-    local: int
-    commands: tuple[int, ...] = ()
-    requests: tuple[int, ...] = ()
-    sent: tuple[int, ...] = ()
-
-
 class Outside(NamedTuple):
     """What has been called, sent, answered and lost."""
 
@@ -377,8 +454,8 @@ class Outside(NamedTuple):
     """Front ends were told that the group has ended."""
 
 
-State = tuple[tuple[Rank, ...], int, Outside]
-Label = tuple[Any, ...]
+State = tuple[int, ...]
+"""Numbers: of each rank, of the coordinator, of what is outside."""
 Next = tuple[Label, State]
 _STEPPING = frozenset({"resume", "pause"})
 
@@ -389,10 +466,10 @@ class World:
     def __init__(self, scenario: Scenario, machine: Machine) -> None:
         self.scenario, self.machine = scenario, machine
         self.calls = [[machine.number(call) for call in calls] for calls in scenario.controllers]
-        # Nothing but a loss or a clock can overtake an answer on its way: then it is delivered at once.
-        clocks = any("timeout_s" in arguments for calls in scenario.controllers for _, arguments in calls)
-        self.is_eager = not scenario.may_lose and not clocks and machine.lockstep
-        self.has_clocks = clocks
+        self.requests = [machine.number(both) for both in enumerate(scenario.requests)]
+        # Nothing but a loss or a clock can overtake an answer on its way: else it is delivered at once.
+        self.has_clocks = any("timeout_s" in given for calls in scenario.controllers for _, given in calls)
+        self.is_eager = not scenario.may_lose and not self.has_clocks and machine.lockstep
 
     def start(self) -> State:
         outside = Outside(
@@ -400,58 +477,46 @@ class World:
             homes=(-1,) * len(self.scenario.requests),
             answered=(False,) * len(self.scenario.requests),
         )
-        return (Rank(self.machine.fresh),) * self.scenario.num_ranks, self.machine.coordinator, outside
+        ranks = (self.machine.fresh,) * self.scenario.num_ranks
+        return (*ranks, self.machine.coordinator, self.machine.number(outside))
 
     def moves(self, state: State) -> tuple[list[Next], list[Next]]:
         """What goes on by itself, and what somebody outside may do and need not."""
+        shapes = [self.machine.look("shape", number) for number in state[:-2]]
         if self.is_eager:
-            for r, rank in enumerate(state[0]):
-                if rank.sent and self.machine.value(rank.sent[0])[0] == "answered":
+            for r, shape in enumerate(shapes):
+                if shape.head == "answered":
                     return [self._receive(state, r)], []
-        return list(self._inside(state)), list(self._outside(state))
+        return list(self._inside(state, shapes)), list(self._outside(state, shapes))
 
-    def _inside(self, state: State) -> Iterator[Next]:
+    def _inside(self, state: State, shapes: list[Shape]) -> Iterator[Next]:
         look = self.machine.look
-        ranks, coordinator, outside = state
-        places = [look("shape", rank.local)[0] for rank in ranks]
-        for r, rank in enumerate(ranks):
-            place = places[r]
-            if place == GAP:
-                if rank.commands:
-                    effects = look("take", r, rank.local, rank.commands[0])
-                    yield ("takes", r), self._after(state, {r: (rank._replace(commands=rank.commands[1:]), effects)})
-                if rank.requests:
-                    request = rank.requests[0]
-                    effects = look("admit", rank.local, request, self.scenario.requests[request])
-                    yield ("admits", r), self._after(state, {r: (rank._replace(requests=rank.requests[1:]), effects)})
-                for index in look("slow", rank.local):
-                    for is_ready in (True, False):
-                        effects = look("settle", rank.local, index, is_ready)
-                        yield ("has a slow request end" if not is_ready else "has a slow request ready", r), self._after(
-                            state, {r: (rank, effects)}
-                        )
-                if look("turn", rank.local) != "idle":
-                    effects = look("end_gap", rank.local)
-                    yield ("ends its gap", r), self._after(state, {r: (rank, effects)})
-            elif place in (VOTE, FORWARD) and any(other in (ENDED, DEAD) for other in places):
-                yield ("has its collective fail", r), self._after(state, {r: (rank, look("gone", rank.local, ENDED))})
-            if rank.sent:
+        is_broken = any(shape.place in (ENDED, DEAD) for shape in shapes)
+        for r, shape in enumerate(shapes):
+            for label, effects in look("moves", r, state[r]):
+                if label[0] == "steps" and self.machine.value(state[-1]).is_quiet:
+                    raise Violation("a replica steps during an acknowledged pause")
+                yield label, self._after(state, shapes, {r: effects})
+            if is_broken and shape.waits_in:
+                yield ("has its collective fail", r), self._after(state, shapes, {r: look("gone", state[r], ENDED)})
+            if shape.head:
                 yield self._receive(state, r)
-        if all(place == VOTE for place in places):
-            decided = look("decide", tuple(rank.local for rank in ranks))
-            results = {r: (rank, look("conclude", rank.local, decided)) for r, rank in enumerate(ranks)}
-            yield ("vote", decided), self._after(state, results)
-        elif all(place == FORWARD for place in places):
-            results = {r: (rank, look("stepped", rank.local)) for r, rank in enumerate(ranks)}
-            yield ("forward",), self._after(state, results)
+        if all(shape.place == VOTE for shape in shapes):
+            decided = look("decide", state[:-2])
+            results = {r: look("completes", number, decided) for r, number in enumerate(state[:-2])}
+            yield ("vote", decided), self._after(state, shapes, results)
+        elif all(shape.place == FORWARD for shape in shapes):
+            results = {r: look("completes", number, None) for r, number in enumerate(state[:-2])}
+            yield ("forward",), self._after(state, shapes, results)
+        outside = self.machine.value(state[-1])
         if outside.lost >= 0 and not outside.is_known:
-            told = state[0], coordinator, outside._replace(is_known=True)
-            event = look("coordinate", coordinator, "rank_lost", outside.lost, "its process ended")
-            yield ("the coordinator hears of the loss",), self._send(told, event)
+            event = look("coordinate", state[-2], "rank_lost", outside.lost, "its process ended")
+            told = outside._replace(is_known=True)
+            yield ("the coordinator hears of the loss",), self._send(state, told, event)
 
-    def _outside(self, state: State) -> Iterator[Next]:
+    def _outside(self, state: State, shapes: list[Shape]) -> Iterator[Next]:
         look = self.machine.look
-        ranks, coordinator, outside = state
+        outside: Outside = self.machine.value(state[-1])
         for index, (count, _) in enumerate(outside.controllers):
             calls = self.scenario.controllers[index]
             if count % 2 or count // 2 == len(calls):
@@ -459,88 +524,73 @@ class World:
             verb, arguments = calls[count // 2]
             stirs = verb in _STEPPING
             disturbed = outside.disturbed + stirs
-            controllers = _put(outside.controllers, index, (count + 1, disturbed))
             new = outside._replace(
-                controllers=controllers, disturbed=disturbed, is_quiet=outside.is_quiet and not stirs
+                controllers=_put(outside.controllers, index, (count + 1, disturbed)),
+                disturbed=disturbed,
+                is_quiet=outside.is_quiet and not stirs,
             )
-            event = look("called", coordinator, index, count // 2, self.calls[index][count // 2])
-            yield ("controller", index, "calls", verb, arguments), self._send((ranks, coordinator, new), event)
+            event = look("called", state[-2], index, count // 2, self.calls[index][count // 2])
+            yield ("controller", index, verb, arguments), self._send(state, new, event)
         for request, home in enumerate(outside.homes):
             if home >= 0:
                 continue
             wanted = self.scenario.requests[request].rank
-            for r in range(len(ranks)) if wanted is None else (wanted,):
+            for r in range(len(shapes)) if wanted is None else (wanted,):
                 new = outside._replace(homes=_put(outside.homes, request, r))
-                rank = ranks[r]
+                ranks = state
                 if outside.is_over or (outside.is_known and outside.lost == r):
-                    yield ("client", request, r), (ranks, coordinator, self._end(new, (request,)))
-                elif look("shape", rank.local)[0] in (ENDED, DEAD):
-                    yield ("client", request, r), (ranks, coordinator, new)  # answered once the loss is known
-                else:
-                    changed = _put(ranks, r, rank._replace(requests=(*rank.requests, request)))
-                    yield ("client", request, r), (changed, coordinator, new)
+                    new = self._end(new, (request,))
+                else:  # to one that has ended: answered once the front end knows
+                    ranks = _put(state, r, look("append", state[r], "requests", self.requests[request]))
+                yield ("client", request, r), (*ranks[:-1], self.machine.number(new))
         if self.has_clocks:
-            event = look("coordinate", coordinator, "tick", 1.0)
-            if event[0] != coordinator:
+            event = look("coordinate", state[-2], "tick", 1.0)
+            if event[0] != state[-2]:
                 new = outside._replace(disturbed=outside.disturbed + 1, is_quiet=False)
-                yield ("the clock ends a pause",), self._send((ranks, coordinator, new), event)
+                yield ("the clock ends a pause",), self._send(state, new, event)
         if self.scenario.may_lose and outside.lost < 0:
-            for r, rank in enumerate(ranks):
-                if look("shape", rank.local)[0] != ENDED:
-                    dead = rank._replace(local=look("gone", rank.local, DEAD).local, commands=(), requests=(), sent=())
-                    yield ("dies", r), (_put(ranks, r, dead), coordinator, outside._replace(lost=r))
+            for r, shape in enumerate(shapes):
+                if shape.place != ENDED:
+                    new_number = self.machine.number(outside._replace(lost=r))
+                    yield ("dies", r), (*_put(state, r, look("gone", state[r], DEAD).to)[:-1], new_number)
 
     def is_settled(self, state: State) -> bool:
         """Nobody waits in a collective or for an answer, but requests that a pause holds."""
-        look = self.machine.look
-        ranks, _, outside = state
-        if outside.lost >= 0 and not outside.is_known:
+        outside: Outside = self.machine.value(state[-1])
+        quiet = [self.machine.look("is_quiet", number) for number in state[:-2]]
+        if not all(is_quiet for is_quiet, _ in quiet) or (outside.lost >= 0 and not outside.is_known):
             return False
-        if any(count % 2 for count, _ in outside.controllers):
-            return False
-        held: set[int] = set()
-        for rank in ranks:
-            place = look("shape", rank.local)[0]
-            if rank.sent or (place == GAP and (rank.commands or rank.requests or look("turn", rank.local) != "idle")):
-                return False
-            if place in (VOTE, FORWARD):
-                return False
-            local = self.machine.value(rank.local)
-            if local.protocol.phase == "paused":
-                held.update(one.request for one in local.live)
+        held = {request for _, requests in quiet for request in requests}
         sent = [request for request, home in enumerate(outside.homes) if home >= 0]
-        return all(outside.answered[request] or request in held for request in sent)
+        return all(outside.answered[request] or request in held for request in sent) and not any(
+            count % 2 for count, _ in outside.controllers
+        )
 
     # -- parts of transitions --------------------------------------------------------------------------------------
 
     def _receive(self, state: State, r: int) -> Next:
-        ranks, coordinator, outside = state
-        rank = ranks[r]
-        event = self.machine.look("receive", coordinator, r, rank.sent[0])
-        left = _put(ranks, r, rank._replace(sent=rank.sent[1:]))
-        return ("is heard", r), self._send((left, coordinator, outside), event)
+        sent = self.machine.value(state[r]).sent[0]
+        event = self.machine.look("receive", state[-2], r, sent)
+        left = _put(state, r, self.machine.look("heard", state[r]))
+        return ("is heard", r), self._send(left, self.machine.value(state[-1]), event)
 
-    def _send(self, state: State, event: tuple[int, tuple[tuple[int | str, int], ...]]) -> State:
-        ranks, _, outside = state
-        coordinator, sends = event
-        look, value = self.machine.look, self.machine.value
-        for to, number in sends:
+    def _send(self, state: State, outside: Outside, event: tuple[int, tuple[tuple[int | str, int], ...]]) -> State:
+        ranks = list(state[:-2])
+        for to, number in event[1]:
             if isinstance(to, int):
-                rank = ranks[to]
-                if look("shape", rank.local)[0] not in (ENDED, DEAD):
-                    ranks = _put(ranks, to, rank._replace(commands=(*rank.commands, number)))
+                ranks[to] = self.machine.look("append", ranks[to], "commands", number)
                 continue
-            message = value(number)
+            message = self.machine.value(number)
             if isinstance(message, Answer):
                 outside = self._answer(outside, int(to[1:]), message)
-            elif isinstance(message, Lost):
-                lost = message.error.details.get("rank") if not self.machine.lockstep else None
-                outside = outside if lost is not None else outside._replace(is_over=True)
-                outside = self._end_lost(outside, lost)
+            elif self.machine.lockstep:
+                outside = self._end_lost(outside._replace(is_over=True), None)
+            else:
+                outside = self._end_lost(outside, message.error.details["rank"])
         if outside.is_known:  # a front end that never called hears it too
+            outside = outside._replace(is_over=outside.is_over or self.machine.lockstep)
             outside = self._end_lost(outside, None if self.machine.lockstep else outside.lost)
-            outside = outside._replace(is_over=self.machine.lockstep)
-        return ranks, coordinator, outside
+        return (*ranks, event[0], self.machine.number(outside))
 
     def _end_lost(self, outside: Outside, lost: int | None) -> Outside:
         over = [r for r, home in enumerate(outside.homes) if home >= 0 and lost in (None, home)]
@@ -560,40 +610,32 @@ class World:
     def _end(self, outside: Outside, requests: Sequence[int]) -> Outside:
         answered = outside.answered
         for request in requests:
-            if answered[request] and not (outside.is_over or outside.is_known):  # else the front end drops it
+            if answered[request] and not (outside.is_over or outside.lost >= 0):  # else the front end drops it
                 raise Violation(f"request {request} is answered twice")
             answered = _put(answered, request, True)
         return outside._replace(answered=answered)
 
-    def _after(self, state: State, results: dict[int, tuple[Rank, Effects]]) -> State:
+    def _after(self, state: State, before: list[Shape], results: dict[int, Effects]) -> State:
         """The state after transitions of some ranks, checked."""
-        ranks, coordinator, outside = state
         look = self.machine.look
-        new = list(ranks)
-        for r, (rank, effects) in results.items():
-            place = look("shape", effects.local)[0]
-            if place in (ENDED, DEAD):
-                rank = Rank(effects.local, (), (), (*rank.sent, *effects.sent) if place == ENDED else ())
-                if self.machine.lockstep and place == ENDED and not outside.lost >= 0:
-                    ended = ranks[r].requests  # it was shut down: what it never took fails with it
-                    outside = self._end(outside, ended) if ended else outside
-                new[r] = rank
-            else:
-                new[r] = rank._replace(local=effects.local, sent=(*rank.sent, *effects.sent))
+        new = list(state)
+        shapes = before.copy()
+        for r, effects in results.items():
+            new[r], shapes[r] = effects.to, look("shape", effects.to)
             if effects.ended:
-                outside = self._end(outside, effects.ended)
-        shapes = [look("shape", rank.local) for rank in new]
-        waiting = {shape for place, shape in shapes if place in (VOTE, FORWARD)}
-        if len(waiting) > 1:
-            raise Violation(f"ranks wait in different collectives: {sorted(waiting)}")
-        commits = any(effects.has_committed for _, effects in results.values())
-        stepping = [r for r, (place, _) in enumerate(shapes) if place == FORWARD]
-        if self.machine.lockstep:
-            if commits and any(look("shape", rank.local)[0] == FORWARD for rank in ranks):
+                new[-1] = self.machine.number(self._end(self.machine.value(new[-1]), effects.ended))
+            if effects.has_committed and any(shape.place == FORWARD for shape in before):
                 raise Violation("a rank commits while another is in a forward")
-            if outside.is_quiet and stepping:
-                raise Violation("a forward during an acknowledged pause")
-        return tuple(new), coordinator, outside
+        waiting = [shape.waits_in for shape in shapes if shape.waits_in]
+        if waiting:
+            if any(one != waiting[0] for one in waiting):
+                raise Violation(f"ranks wait in different collectives: {sorted(waiting)}")
+            if waiting[0][0] == FORWARD:
+                if self.machine.value(new[-1]).is_quiet:
+                    raise Violation("a forward during an acknowledged pause")
+                if any(shape.rests for shape in shapes):
+                    raise Violation("a forward while a rank is in a global pause")
+        return tuple(new)
 
 
 def _put(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
@@ -663,39 +705,46 @@ def _first_unable(num_states: int, sources: array[int], targets: array[int], goa
 
 
 def trace(world: World, states: list[State], came: array[int], index: int) -> str:
-    """The way to a state, one line a transition, and how all stands there."""
+    """The way to a state and on until nothing moves by itself, one line a transition; and how all stands there."""
     way = [index]
     while came[way[-1]] >= 0:
         way.append(came[way[-1]])
-    way.reverse()
+    path = [states[number] for number in reversed(way)]
     lines = []
-    for source, target in zip(way, way[1:], strict=False):
-        inside, outside = world.moves(states[source])
-        label = next(label for label, state in inside + outside if state == states[target])
-        lines.append(f"  {len(lines) + 1:3}. {_describe(world, states[source], label)}")
-    for r, rank in enumerate(states[index][0]):
-        lines.append(f"       rank {r}: {_describe_rank(world, rank)}")
-    return "\n".join(lines)
+    for source, target in pairwise(path):
+        inside, outside = world.moves(source)
+        label = next(label for label, state in inside + outside if state == target)
+        lines.append(_describe(world, source, label))
+    last = path[-1]
+    seen = {last}
+    with contextlib.suppress(Violation, MidstreamError):
+        while new := [move for move in world.moves(last)[0] if move[1] not in seen]:
+            lines.append(_describe(world, last, new[0][0]))
+            last = new[0][1]
+            seen.add(last)
+    text = [f"  {number:3}. {line}" for number, line in enumerate(lines, 1)]
+    return "\n".join(text + [f"       rank {r}: {_describe_rank(world, number)}" for r, number in enumerate(last[:-2])])
 
 
 def _describe(world: World, state: State, label: Label) -> str:
     value = world.machine.value
+    rank = value(state[label[1]]) if len(label) == 2 and isinstance(label[1], int) else None
     match label:
-        case ("controller", index, _, verb, arguments):
+        case ("controller", index, verb, arguments):
             return f"controller {index} calls {verb} {dict(arguments) or ''}"
         case ("client", request, r):
             return f"request {request} is sent to rank {r}"
-        case ("takes", r):
-            message = value(state[0][r].commands[0])
+        case ("takes", r) if rank:
+            message = value(rank.commands[0])
             if isinstance(message, Command):
                 return f"rank {r} takes {message.op}: {message.verb} {message.arguments or ''}"
             return f"rank {r} takes {message}"
-        case ("admits", r):
-            return f"rank {r} takes request {state[0][r].requests[0]}"
-        case ("ends its gap", r):
-            return f"rank {r} ends its gap: {world.machine.look('turn', state[0][r].local)}"
-        case ("is heard", r):
-            return f"the coordinator hears of rank {r}: {value(state[0][r].sent[0])}"
+        case ("admits", r) if rank:
+            return f"rank {r} takes request {value(rank.requests[0])[0]}"
+        case ("ends its gap", r) if rank:
+            return f"rank {r} ends its gap: {world.machine.look('turn', rank.local)}"
+        case ("is heard", r) if rank:
+            return f"the coordinator hears of rank {r}: {value(rank.sent[0])}"
         case ("vote", decided):
             return f"all vote: {decided}"
         case ("forward",):
@@ -705,7 +754,8 @@ def _describe(world: World, state: State, label: Label) -> str:
     return str(label[0])
 
 
-def _describe_rank(world: World, rank: Rank) -> str:
+def _describe_rank(world: World, number: int) -> str:
+    rank = world.machine.value(number)
     local = world.machine.value(rank.local)
     p = local.protocol
     return (
