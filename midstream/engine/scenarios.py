@@ -53,11 +53,15 @@ MORE = {
     "shutdown": Element(((("shutdown", {}),),)),
 }
 """Explored beside the elements that bear on them."""
-EXTRA_PAIRS = (
-    ("time-out",), ("time-out", "request"), ("time-out", "pause keep"), ("time-out", "commit"), ("time-out", "loss"),
-    ("aborted commit",), ("aborted commit", "pause keep"), ("aborted commit", "loss"), ("torn commit",),
-    ("torn commit", "pause keep"), ("slow request", "commit", "commit"), ("slow request", "pause wait"), ("shutdown",),
-    ("shutdown", "request"), ("shutdown", "pause wait"), ("shutdown", "commit"), ("shutdown", "loss"),
+BESIDE = (
+    ("time-out",), ("time-out", "request"), ("time-out", "loss"), ("aborted commit",), ("aborted commit", "loss"),
+    ("torn commit",), ("torn commit", "pause keep"), ("slow request", "commit", "commit"),
+    ("slow request", "pause wait"), ("shutdown",), ("shutdown", "request"), ("shutdown", "pause wait"),
+    ("shutdown", "commit"), ("shutdown", "loss"),
+)  # fmt: skip
+BESIDE_DEEP = (
+    ("time-out", "pause keep"), ("time-out", "pause wait"), ("time-out", "commit"), ("aborted commit", "pause keep"),
+    ("aborted commit", "pause wait"), ("cancel", "cancel"), ("slow request", "cancel"), ("shutdown", "cancel"),
 )  # fmt: skip
 VOTES = {"step": 1, "interval": 2}
 """dp_sync_interval 2: the smallest in which forwards follow one another without a vote."""
@@ -76,22 +80,33 @@ def scenario(names: Sequence[str], vote: str, num_ranks: int = 2) -> Scenario:
 
 
 def default_list() -> Iterator[Scenario]:
-    """Two ranks, every pair, both ways to vote; replicas, which agree through the log, where calls are involved."""
-    pairs = [*combinations_with_replacement(ELEMENTS, 2), *EXTRA_PAIRS]
-    for vote in (*VOTES, "log"):
-        for names in pairs:
-            if names != ("loss", "loss") and not (vote == "log" and "shutdown" in names):
-                yield scenario(names, vote)
+    """Two ranks, both ways to vote: every pair and what is beside. Replicas, which agree through the log: every pair
+    but those with "cancel", which is a pair already."""
+    pairs = [names for names in combinations_with_replacement(ELEMENTS, 2) if names not in _TWICE]
+    for vote in VOTES:
+        for names in (*pairs, *BESIDE):
+            yield scenario(names, vote)
+    for names in (*pairs, *BESIDE):
+        if not {"cancel", "shutdown"} & set(names):
+            yield scenario(names, "log")
 
 
 def deep_list() -> Iterator[Scenario]:
-    """Two ranks and every three; three ranks and every pair."""
+    """Every three on two ranks and every pair on three, "cancel" counted as the pair that it is; and what was left."""
+    single = [name for name in ELEMENTS if name != "cancel"]
     for vote in VOTES:
-        for names in combinations(ELEMENTS, 3):
+        for names in combinations(single, 3):
             yield scenario(names, vote)
-    for vote in VOTES:
-        for names in combinations(ELEMENTS, 2):
+        for names in BESIDE_DEEP:
+            yield scenario(names, vote)
+        for names in combinations(single, 2):
             yield scenario(names, vote, num_ranks=3)
+    for names in ELEMENTS:
+        yield scenario(("cancel", names), "log")
+
+
+_TWICE = (("loss", "loss"), ("cancel", "cancel"))
+"""One is lost at most; and the other is explored with --deep."""
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
