@@ -17,7 +17,6 @@ Each distinct (state of a class, event) is run once on the class itself and reme
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -465,6 +464,8 @@ class World:
 
     def __init__(self, scenario: Scenario, machine: Machine) -> None:
         self.scenario, self.machine = scenario, machine
+        self.trying: Label = ()
+        """The transition that is being looked at, for who wants to know which one failed."""
         self.calls = [[machine.number(call) for call in calls] for calls in scenario.controllers]
         self.requests = [machine.number(both) for both in enumerate(scenario.requests)]
         # Nothing but a loss or a clock can overtake an answer on its way: else it is delivered at once.
@@ -486,6 +487,7 @@ class World:
         if self.is_eager:
             for r, shape in enumerate(shapes):
                 if shape.head == "answered":
+                    self.trying = ("is heard", r)
                     return [self._receive(state, r)], []
         return list(self._inside(state, shapes)), list(self._outside(state, shapes))
 
@@ -494,14 +496,17 @@ class World:
         is_broken = any(shape.place in (ENDED, DEAD) for shape in shapes)
         for r, shape in enumerate(shapes):
             for label, effects in look("moves", r, state[r]):
+                self.trying = label
                 if label[0] == "steps" and self.machine.value(state[-1]).is_quiet:
                     raise Violation("a replica steps during an acknowledged pause")
                 yield label, self._after(state, shapes, {r: effects})
             if is_broken and shape.waits_in:
                 yield ("has its collective fail", r), self._after(state, shapes, {r: look("gone", state[r], ENDED)})
             if shape.head:
+                self.trying = ("is heard", r)
                 yield self._receive(state, r)
         if all(shape.place == VOTE for shape in shapes):
+            self.trying = ("all vote",)
             decided = look("decide", state[:-2])
             results = {r: look("completes", number, decided) for r, number in enumerate(state[:-2])}
             yield ("vote", decided), self._after(state, shapes, results)
@@ -645,7 +650,7 @@ def _put(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
 # -- the search --------------------------------------------------------------------------------------------------------
 
 
-def explore(scenario: Scenario, machine: Machine, limit: int = 2_000_000) -> Explored:
+def explore(scenario: Scenario, machine: Machine, limit: int) -> Explored:
     """Every reachable state. Raises Violation with the shortest trace to one where a property does not hold."""
     world = World(scenario, machine)
     first = world.start()
@@ -674,7 +679,8 @@ def explore(scenario: Scenario, machine: Machine, limit: int = 2_000_000) -> Exp
                         sources.append(index)
                         targets.append(number)
         except (Violation, MidstreamError) as error:
-            raise Violation(f"{error}\n{trace(world, states, came, index)}") from error
+            failed = world.trying
+            raise Violation(f"{error}\n{trace(world, states, came, index, failed)}") from error
         index += 1
     stuck = _first_unable(len(states), sources, targets, settled)
     if stuck is not None:
@@ -704,8 +710,9 @@ def _first_unable(num_states: int, sources: array[int], targets: array[int], goa
     return next((index for index, can in enumerate(able) if not can), None)
 
 
-def trace(world: World, states: list[State], came: array[int], index: int) -> str:
-    """The way to a state and on until nothing moves by itself, one line a transition; and how all stands there."""
+def trace(world: World, states: list[State], came: array[int], index: int, failed: Label | None = None) -> str:
+    """The way to a state, one line a transition, and on to the one that ``failed`` there, or until nothing moves by
+    itself; and how all stood before that."""
     way = [index]
     while came[way[-1]] >= 0:
         way.append(came[way[-1]])
@@ -717,7 +724,9 @@ def trace(world: World, states: list[State], came: array[int], index: int) -> st
         lines.append(_describe(world, source, label))
     last = path[-1]
     seen = {last}
-    with contextlib.suppress(Violation, MidstreamError):
+    if failed is not None:
+        lines.append(f"{_describe(world, last, failed)}: which is what must not be")
+    else:
         while new := [move for move in world.moves(last)[0] if move[1] not in seen]:
             lines.append(_describe(world, last, new[0][0]))
             last = new[0][1]
