@@ -53,9 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         "  midstream train                                    the quick start: a tiny model learns on this CPU\n"
         "  midstream train --sync --steps 40                  the synchronous algorithm\n"
         "  midstream train --model M.gguf --task reasoning_gym:chain_sum\n"
-        "  midstream train --model DIR --task prompts.jsonl   one {\"prompt\": …, \"answer\": …} per line\n"
+        '  midstream train --model DIR --task prompts.jsonl   one {"prompt": …, "answer": …} per line\n'
         "  midstream check exact --run runs/quickstart        recompute every logprob of a run, bit for bit\n"
-        "  midstream check exact --model DIR                  the same for any model, under varied batching\n",
+        "  midstream check exact --model DIR                  the same for any model, under varied batching\n"
+        "  midstream check protocol                           every interleaving of a pause in a small group, tried\n",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
@@ -319,7 +320,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    p = commands.add_parser("check", help="prove it: recompute logprobs bit for bit")
+    p = commands.add_parser("check", help="prove it: recompute logprobs bit for bit, explore the pause protocol")
     kinds = p.add_subparsers(required=True, metavar="WHAT")
     e = kinds.add_parser(
         "exact",
@@ -335,6 +336,21 @@ def _add_check(commands: Any) -> None:
     e.add_argument("--prompts", type=int, default=6, metavar="N", help="with --model (default: %(default)s)")
     e.add_argument("--max-tokens", type=int, default=32, metavar="N", help="with --model (default: %(default)s)")
     e.set_defaults(run=_check_exact)
+    t = kinds.add_parser(
+        "protocol",
+        help="try every interleaving of pauses, commits, requests and losses in a small group",
+        description="Explores the classes that the engine runs, completely up to the bounds printed, and mutants of "
+        "them that must fail. Exit code 0 only if all is complete, nothing is violated and every mutant is found.",
+    )
+    t.add_argument("--deep", action="store_true", help="three at a time and three ranks as well (some minutes)")
+    t.set_defaults(run=_check_protocol)
+
+
+def _check_protocol(a: argparse.Namespace) -> int:
+    from midstream.engine.scenarios import check, deep_list, default_list
+
+    scenarios = [*default_list(), *(deep_list() if a.deep else ())]
+    return 0 if check(scenarios, lambda line: print(line, flush=True)) else 1
 
 
 def _check_exact(a: argparse.Namespace) -> int:
@@ -348,9 +364,7 @@ def _check_exact(a: argparse.Namespace) -> int:
         return _check_model(a)
     with Progress(transient=True) as bar:
         task = bar.add_task("recomputing", total=None)
-        report = check_run(
-            a.run_directory, a.flip, lambda done, total: bar.update(task, completed=done, total=total)
-        )
+        report = check_run(a.run_directory, a.flip, lambda done, total: bar.update(task, completed=done, total=total))
     print(report.describe())
     return 0 if report.is_exact else 1
 

@@ -10,6 +10,7 @@ Nothing limits how many calls a run makes, so the state space is closed: the fro
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from midstream.engine.protocol import AbortAll, Action, Commit, DropKV, Fail, Protocol, Reply, StepFacts
+from midstream.engine.protocol import AbortAll, Action, Commit, DropKV, Fail, Protocol, Reply
+from midstream.engine.vote import StepFacts
 from midstream.errors import (
     Conflict,
     EnginePaused,
@@ -317,14 +319,11 @@ def canonical(protocol: Protocol, world: World) -> None:
 
 def fork(protocol: Protocol) -> Protocol:
     """A copy; all of the state is in the slots and immutable."""
-    new = type(protocol).__new__(type(protocol))
-    new._paused, new._pausing, new._finish = protocol._paused, protocol._pausing, protocol._finish
-    new._has_committed = protocol._has_committed
-    return new
+    return copy.copy(protocol)
 
 
 def inner_state(protocol: Protocol) -> tuple[Any, ...]:
-    """Everything the protocol remembers."""
+    """Everything the protocol of one rank decides by; where it is in log and waves matters to groups only."""
     return (protocol._paused, protocol._pausing, protocol._finish, protocol._has_committed)
 
 

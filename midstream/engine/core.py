@@ -26,6 +26,7 @@ from midstream.engine.pauses import Pauses
 from midstream.engine.scheduler import Scheduler
 from midstream.engine.sleep import Sleep
 from midstream.engine.updates import WeightUpdates
+from midstream.engine.vote import StepFacts
 from midstream.engine.worker import Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
@@ -233,7 +234,7 @@ class EngineCore:
         self._settle_grammars()
         # Without weights nothing can progress before the commit that brings them.
         progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
-        self.act(self.protocol.boundary(p.StepFacts(len(self.scheduler.live), progressed)))
+        self.act(self.protocol.boundary(StepFacts(len(self.scheduler.live), progressed)))
         self._watch_clock()  # after the boundary: what is complete now is not late
         if not self.may_step or not self.scheduler.has_ready:
             if not self.scheduler.has_unfinished and not self._is_checked:

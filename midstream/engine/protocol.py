@@ -1,4 +1,4 @@
-"""The pause and commit protocol of one engine rank: calls and step facts in, actions out.
+"""The pause and commit protocol of an engine rank, alone or in a group: calls and step facts in, actions out.
 
 Pure logic: no clock, no queue, no tensor. The core is the only caller and calls only between two steps. In every such
 gap it hands over the calls it took, then calls :meth:`Protocol.boundary`, then runs a step if ``may_step`` allows one;
@@ -51,7 +51,39 @@ Every overlapping, repeated or crossed call ends in one of these ways:
     pause      value unknown        raises InvalidInput; state unchanged
 
 So when no call is open, the state is the one of the last call that was acknowledged. Each call is answered once: by
-Reply, Fail or Commit (whose result the core reports), or by the exception it raised.
+Reply, Fail or Commit (whose result the core reports), or by the exception it raised. ``shutdown`` fails what is open
+and ends what lives; its own answer comes at the boundary that lets all ranks leave.
+
+**Many ranks** run this very class. Every call is a command of one log, which all ranks take in the same order, each in
+a gap of its own; the number of those it took is a rank's *position*. Above, "boundary" is then an *agreed vote*: a rank
+sends a :class:`StepVote`, all ranks compute the same :func:`verdict` of all votes, and it agrees if all positions are
+equal. So what is drawn above changes by the next command of the log or by an agreed verdict, and at equal positions all
+ranks are in the same state and give the same answers. A rank's own requests only ever feed its vote.
+
+A *wave* is the time in which the group steps together: every step on every rank, if need be with an empty batch.
+
+::
+
+             kicked: position ≠ that of the last agreed vote        step ─► one forward, then the next gap
+    outside  woken: START_DP_WAVE of this wave's number      vote   again ─► take messages, vote, no forward
+    a wave   has work itself: wakes the others          ───► ────►  end ─► outside, wave number + 1
+             in a wave: every gap ("step"), or when                 stop ─► leave (shutdown)
+             dp_sync_interval forwards are done ("interval")
+
+    vote                                                                                          verdict
+    not agreed; one is in a global pause and took no resume yet, or nobody can schedule anything  again
+    not agreed; otherwise (a rank in a pause that is not agreed yet steps with an empty batch)    step
+    agreed, shutdown was taken                                                                    stop
+    agreed, then the pause completes (*global pause*) and the update commits where due;
+        no call open any more, and paused or without work                                         end
+        otherwise, somebody can schedule / nobody can                                             step / again
+
+So a wave goes on while a call is open, since what settles a call may be the end of a request that nobody schedules. A
+vote follows every command, also on an idle or paused group, and so the vote after a resume is its barrier. A wake-up is
+only for the wave whose number it carries: once that has ended, by a pause or without work, it says nothing.
+
+Replicas that do not step together (dense data parallel) vote through the log: each says :meth:`Protocol.due` when the
+open call could be settled at its position, and the coordinator's answer, once all did, is :meth:`Protocol.agree`.
 """
 
 from __future__ import annotations
@@ -59,8 +91,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from midstream.engine.vote import StepFacts, StepVerdict, StepVote, verdict
 from midstream.errors import (
     Conflict,
+    EngineDead,
     EnginePaused,
     InvalidInput,
     MidstreamError,
@@ -112,14 +146,9 @@ Action = AbortAll | DropKV | Commit | Reply | Fail
 """What the core must do, in the order given, before anything else happens."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What the scheduler says at a boundary."""
-
-    num_unfinished: int
-    """All live requests: running, queued and preempted."""
-    oldest_has_progressed: bool
-    """None is live, or the one that was the oldest has sampled a token since the last commit."""
+Turn = Literal["idle", "wake", "vote", "step"]
+"""What a rank of a group does at the end of a gap; wake: have START_DP_WAVE sent to the others, then vote."""
+Outcome = Literal["step", "again", "end", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +183,35 @@ class _Finish:
 class Protocol:
     """The state machine drawn above. A call that is refused raises and changes nothing.
 
-    All of its state is four immutable values. With more ranks, ``boundary`` is the place of their vote.
+    All of its state is a few immutable values. ``vote_every``: forwards between two votes of a wave, 1 for "step".
     """
 
-    __slots__ = ("_finish", "_has_committed", "_paused", "_pausing")
+    __slots__ = (
+        "_agreed", "_ending", "_finish", "_has_committed", "_holds", "_is_in_wave", "_is_woken", "_paused", "_pausing",
+        "_position", "_step", "_vote_every", "_wave",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, vote_every: int = 1) -> None:
         self._paused: _Paused | None = None
         self._pausing: _Pausing | None = None
         self._finish: _Finish | None = None
         self._has_committed = False
+        self._ending: tuple[Op, ...] | None = None  # the shutdown calls
+        self._vote_every = vote_every
+        self._position = self._agreed = 0
+        self._wave = 0
+        self._step = 0  # forwards since the last one before which a vote was due
+        self._is_in_wave = self._is_woken = self._holds = False
+
+    @property
+    def wave(self) -> int:
+        """How many waves have ended."""
+        return self._wave
+
+    @property
+    def position(self) -> int:
+        """How many commands of the log this rank has taken."""
+        return self._position
 
     @property
     def phase(self) -> Literal["running", "pausing", "paused"]:
@@ -194,11 +242,15 @@ class Protocol:
 
     @property
     def may_step(self) -> bool:
-        """Whether a step may run after this gap's ``boundary``: unless paused, and while a wait lets requests end."""
+        """Whether own requests may be scheduled: unless paused, and while a wait lets requests end."""
+        if self._ending is not None:
+            return False
         return not self.is_paused or (self._pausing is not None and self._pausing.mode == "wait")
 
     def admit(self) -> None:
         """Called for each new request; raises ``EnginePaused`` where an abort or wait pause is in flight or holds."""
+        if self._ending is not None:
+            raise EngineDead("the engine is shutting down and takes no new requests")
         if self.mode in ("abort", "wait"):
             raise EnginePaused(
                 f"the engine is {self.phase} (mode {self.mode!r}) and takes no new requests: retry after it is resumed",
@@ -222,7 +274,7 @@ class Protocol:
 
     def resume(self, op: Op) -> list[Action]:
         """Let the engine run, whatever pause was in flight or held."""
-        was_paused = self.is_paused
+        was_paused, self._holds = self.is_paused, False
         actions: list[Action] = []
         if self._pausing is not None:
             actions += self._cancel_pausing("a resume")
@@ -239,7 +291,7 @@ class Protocol:
         return actions
 
     def pause_timed_out(self, op: Op, still_running: str = "") -> list[Action]:
-        """The core's clock ended this caller's wait; ``still_running`` says for whom it waited. Nothing if answered."""
+        """A clock ended this caller's wait; ``still_running`` says for whom it waited. Nothing if answered."""
         pausing = self._pausing
         if pausing is None or all(op != caller for caller, _ in pausing.callers):
             return []
@@ -273,16 +325,98 @@ class Protocol:
             return []
         return [Fail(finish.op, UpdateConflict(f"{reason} before it was committed: start it again"))]
 
+    def shutdown(self, op: Op) -> list[Action]:
+        """End everything. Answered, and the outcome "stop", at the boundary where all ranks have taken it."""
+        actions = self._cancel_pausing("a shutdown")
+        if self._finish is not None:
+            actions += self._fail_finish("the engine is shutting down")
+        self._ending = (*(self._ending or ()), op)
+        return [AbortAll(), *actions]
+
     def boundary(self, facts: StepFacts) -> list[Action]:
-        """After this gap's calls and before the next step: complete the pause and commit the update, if due."""
+        """One rank alone, after this gap's calls and before the next step: its vote is with itself."""
+        return self.conclude(verdict((self.vote(facts),)))[0]
+
+    # -- many ranks ------------------------------------------------------------------------------------------------
+
+    def take(self, position: int) -> None:
+        """The next command of the log is taken in this gap: called before what the command itself asks for."""
+        if position != self._position + 1:
+            raise MidstreamError(f"command {position} of the log came after command {self._position}")
+        self._position = position
+
+    def start_wave(self, wave: int) -> None:
+        """START_DP_WAVE was taken: another rank has work in ``wave``. One of a wave that has ended says nothing."""
+        if wave > self._wave:
+            raise MidstreamError(f"START_DP_WAVE of wave {wave} came in wave {self._wave}: they begin in order")
+        self._is_woken = self._is_woken or (wave == self._wave and not self._is_in_wave)
+
+    def turn(self, facts: StepFacts) -> Turn:
+        """What to do now that this gap's messages are taken. After "wake" and "vote" comes ``conclude``."""
+        if self._is_in_wave:
+            return "step" if self._step else "vote"
+        if self._is_woken or self._position != self._agreed:
+            return "vote"
+        return "wake" if facts.has_ready and self.may_step else "idle"
+
+    def vote(self, facts: StepFacts) -> StepVote:
+        return StepVote(
+            wave=self._wave,
+            position=self._position,
+            num_unfinished=facts.num_unfinished,
+            has_work=facts.has_ready and self.may_step,
+            oldest_has_progressed=facts.oldest_has_progressed,
+            weight_number=facts.weight_number,
+            holds=self._holds,
+        )
+
+    def conclude(self, verdict: StepVerdict) -> tuple[list[Action], Outcome]:
+        """Carry out a vote: in the same gap, and so before the same forward, on every rank."""
+        self._is_in_wave = True
+        if not verdict.agrees:
+            return [], "again" if verdict.holds or not verdict.has_work else "step"
+        self._agreed = self._position
+        actions = self._settle(verdict)
+        if self._ending is not None:
+            return actions + [Reply(op, {"stopped": True}) for op in self._ending], "stop"
+        self._holds = self.phase == "paused"
+        if self._is_open or not (self._holds or not verdict.has_work):
+            return actions, "step" if verdict.has_work else "again"
+        self._wave, self._step, self._is_in_wave, self._is_woken = self._wave + 1, 0, False, False
+        return actions, "end"
+
+    def stepped(self) -> None:
+        """A forward was run, with or without a batch of this rank's own."""
+        self._step = (self._step + 1) % self._vote_every
+
+    def due(self, facts: StepFacts) -> int | None:
+        """Of a replica that steps on its own: the position at which it could settle the open call now, or None."""
+        is_due = self._is_open and any((self._may_complete(facts), self._may_commit(facts)))
+        return self._position if is_due else None
+
+    def agree(self, position: int) -> list[Action]:
+        """All replicas were due at ``position``. Nothing, if a later command came before this one in the log."""
+        return self._settle(StepVerdict(agrees=True)) if position == self._position else []
+
+    @property
+    def _is_open(self) -> bool:
+        return self._pausing is not None or self._finish is not None
+
+    # -- what a boundary does --------------------------------------------------------------------------------------
+
+    def _settle(self, facts: StepFacts | StepVerdict) -> list[Action]:
+        """Complete the pause and commit the update, if due."""
         actions: list[Action] = []
-        if self._pausing is not None and self._is_complete(facts):
+        if self._may_complete(facts):
             actions += self._complete()
         if self._finish is not None and self._may_commit(facts):
             actions += self._commit(self._finish)
         return actions
 
-    def _is_complete(self, facts: StepFacts) -> bool:
+    def _may_complete(self, facts: StepFacts | StepVerdict) -> bool:
+        return self._pausing is not None and self._is_complete(facts)
+
+    def _is_complete(self, facts: StepFacts | StepVerdict) -> bool:
         """Of the pause in flight. No step runs during a boundary, so abort and keep have nothing left to wait for."""
         return self.mode != "wait" or facts.num_unfinished == 0
 
@@ -294,7 +428,7 @@ class Protocol:
         dropped: list[Action] = [DropKV()] if clear else []
         return dropped + [Reply(op, dict(value)) for op, _ in pausing.callers]
 
-    def _may_commit(self, facts: StepFacts) -> bool:
+    def _may_commit(self, facts: StepFacts | StepVerdict) -> bool:
         """Never under a pause in flight; without a pause only once the oldest request got on since the last commit."""
         if self._pausing is not None:
             return False

@@ -167,9 +167,7 @@ class Worker:
         held = weights.checkpoint
         self._submit(lambda: {name: digest(tensor) for name, tensor in held(self.model_config).items()}, then)
 
-    def _stage(
-        self, staging: Staging, tensors: Iterable[tuple[str, torch.Tensor]], check: Check
-    ) -> list[TensorRecord]:
+    def _stage(self, staging: Staging, tensors: Iterable[tuple[str, torch.Tensor]], check: Check) -> list[TensorRecord]:
         problems: list[WeightUpdateError | None] = []
         records: list[TensorRecord] = []
         for name, tensor in tensors:
