@@ -133,4 +133,4 @@ class ModelRunner:
         first, size = start // self.block_size, self.block_size
         blocks = torch.tensor(block_ids[first : -(-end // size)], device=self.device)
         rows = self.routes[blocks].flatten(0, 1)[start - first * size : end - first * size]
-        return RoutedExperts(start, *rows.shape[1:], bytearray(rows.contiguous().cpu().numpy()))
+        return RoutedExperts(start, rows.shape[1], rows.shape[2], bytearray(rows.contiguous().cpu().numpy()))

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from midstream.errors import InvalidInput, RankLost, TimedOut
+
+dist: Any = torch.distributed  # its type stubs lack stores and backends
 
 
 class Meeting:
@@ -60,7 +63,7 @@ class Group:
                 f"({_first_line(error)})"
             ) from error
 
-    def _connect(self, store: dist.Store, host: str) -> dist.Backend:
+    def _connect(self, store: Any, host: str) -> Any:
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._limit
@@ -78,7 +81,7 @@ class Group:
 
         Raises ``RankLost``: another rank is gone, or did not come within the time limit. The group is then of no use.
         """
-        out = rows.new_empty(sum(received), *rows.shape[1:])
+        out: torch.Tensor = rows.new_empty(sum(received), *rows.shape[1:])
         try:
             work = self._pg.alltoall_base(out, rows.contiguous(), list(received), list(sent), dist.AllToAllOptions())
             work.wait(self._limit)
@@ -91,14 +94,14 @@ class Group:
 
     def close(self) -> None:
         """Let go; who is in an exchange with this rank has an error then. May be called twice."""
-        with contextlib.suppress(RuntimeError, AttributeError):
+        with contextlib.suppress(RuntimeError):
             self._pg.abort()
 
 
-def _store(address: str, size: int, limit: timedelta) -> dist.Store:
+def _store(address: str, size: int, limit: timedelta) -> Any:
     scheme, _, where = address.partition("://")
     if scheme == "file" and where:
-        store: dist.Store = dist.FileStore(where, size)
+        store = dist.FileStore(where, size)
         store.set_timeout(limit)
         return store
     host, _, port = where.rpartition(":")
