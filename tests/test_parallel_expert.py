@@ -1,4 +1,4 @@
-"""Expert parallel over real processes: the bits of one rank, whatever each rank has to do; and what a lost rank does."""
+"""Expert parallel over real processes: the bits of one rank, whatever each rank has to do; and losing a rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from midstream.models.config import ModelConfig
 from midstream.models.llama import Llama
 from midstream.models.weights import stage_all
 from midstream.ops.attention import AttentionMetadata
+from midstream.ops.numerics import difference
 from midstream.parallel.expert import GroupAllToAll
 from midstream.parallel.groups import Group, Meeting
 
@@ -191,16 +192,18 @@ def test_two_ranks_serve_and_update_as_one(tmp_path: pathlib.Path) -> None:
         driver.close()
 
 
-def test_the_fingerprint_knows_the_order_of_addition_and_not_the_number_of_ranks(tmp_path: pathlib.Path) -> None:
-    class Reducing(GroupAllToAll):
-        combine_order = "on the way"
-
-    driver = Driver(write_checkpoint(tmp_path / "m", "qwen3-moe"))
+def test_the_fingerprint_knows_the_order_of_addition_and_not_the_number_of_ranks(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Driver(write_checkpoint(tmp_path / "m", "qwen3-moe"))
     group = Group("experts", f"file://{tmp_path}/meeting", 0, 1, 5.0)
-    alone = EngineCore(driver.config, experts=group)
-    assert alone.worker.fingerprint == driver.core.worker.fingerprint
-    assert alone.worker.fingerprint["combine_order"] == GroupAllToAll.combine_order != Reducing.combine_order
-    for core in (alone, driver.core):
+    grouped = EngineCore(alone.config, experts=group)
+    assert grouped.worker.fingerprint == alone.core.worker.fingerprint
+    monkeypatch.setattr(GroupAllToAll, "combine_order", "on the way")
+    reducing = EngineCore(alone.config, experts=group)
+    gap = difference(reducing.worker.fingerprint, grouped.worker.fingerprint)
+    assert gap == "combine_order: on the way / ascending expert id"
+    for core in (grouped, reducing, alone.core):
         core.close()
     group.close()
 
