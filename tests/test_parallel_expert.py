@@ -51,20 +51,20 @@ def run_ranks(target: Callable[..., Any], folder: pathlib.Path, *arguments: Any,
     return [torch.load(f, weights_only=True) if f.exists() else p.exitcode for f, p in zip(files, ranks, strict=True)]
 
 
-def open_group(rank: int, folder: str, size: int = 2, timeout_s: float = 30.0) -> Group:
-    return Group("experts", f"file://{folder}/meeting", rank, size, timeout_s)
+def open_group(rank: int, folder: str, address: str = "", timeout_s: float = 30.0) -> Group:
+    return Group("experts", address or f"file://{folder}/meeting", rank, 2, timeout_s)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _forwards(rank: int, folder: str, num_experts: int, dtype: torch.dtype) -> list[Any]:
+def _forwards(rank: int, folder: str, address: str, num_experts: int, dtype: torch.dtype) -> list[Any]:
     """Random batches, each rank its own: against all experts here. How many tokens each step had, and what differed."""
     changes = {"num_experts": num_experts, "num_experts_per_tok": 3}
     config = ModelConfig.from_hf(config_of("qwen3-moe", **changes))
     tensors = random_weights("qwen3-moe", dtype=dtype, **changes)
     cpu = torch.device("cpu")
-    group = open_group(rank, folder)
+    group = open_group(rank, folder, address)
     exchange = GroupAllToAll(group, num_experts)
     own = stage_all(config, tensors.items(), dtype, cpu, exchange.experts)
     whole = stage_all(config, tensors.items(), dtype, cpu)
@@ -110,7 +110,8 @@ def _meta(tokens: int) -> AttentionMetadata:
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, torch.bfloat16), (7, torch.float32)])
 def test_two_ranks_give_the_bits_of_one(tmp_path: pathlib.Path, num_experts: int, dtype: torch.dtype) -> None:
-    results = run_ranks(_forwards, tmp_path, num_experts, dtype)
+    meeting = Meeting()
+    results = run_ranks(_forwards, tmp_path, meeting.address, num_experts, dtype)
     (sizes, wrong, first), (other_sizes, other_wrong, second) = results
     assert wrong == other_wrong == 0
     assert first + second == list(range(num_experts)) and len(first) == num_experts // 2
@@ -190,6 +191,29 @@ def test_two_ranks_serve_and_update_as_one(tmp_path: pathlib.Path) -> None:
         assert digests == driver.digests() and num_experts == 4
         assert found_ids == [*ids, ids[0]] and ids[0] != ids[1]
         driver.close()
+
+
+def _alone(rank: int, folder: str) -> list[Any]:
+    group = open_group(rank, folder, timeout_s=5.0)
+    driver = Driver(pathlib.Path(folder) / "w0")
+    driver.core.close()
+    driver.core = EngineCore(driver.config, driver.turn.set, group)
+    requests(driver, 0, "a")
+    driver.step()
+    if rank == 1:
+        os._exit(7)
+    try:
+        lockstep(driver)
+    except RankLost as error:
+        return [error.message, len(driver.core.scheduler.live)]
+    return ["nothing was raised"]
+
+
+def test_a_step_without_the_other_rank_ends_the_engine_and_no_request_alone(tmp_path: pathlib.Path) -> None:
+    """One rank alone would answer its requests with an error, and go on."""
+    write_checkpoint(tmp_path / "w0", "qwen3-moe")
+    (message, num_live), code = run_ranks(_alone, tmp_path)
+    assert "rank 0 of 2 lost another one" in message and num_live == 8 and code == 7
 
 
 def test_the_fingerprint_knows_the_order_of_addition_and_not_the_number_of_ranks(

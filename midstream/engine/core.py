@@ -253,6 +253,8 @@ class EngineCore:
         try:
             result = self.worker.execute(plan)
         except Exception as error:
+            if self.worker.is_collective:
+                raise  # the group ends as one
             # Its requests are over; the engine, and everyone who was not in this step, goes on.
             traceback.print_exc()
             reason = MidstreamError(f"the step failed: {type(error).__name__}: {error}")

@@ -73,7 +73,8 @@ class ModelRunner:
             source, target = (torch.tensor(ids, device=self.device) for ids in zip(*plan.block_copies, strict=True))
             self.key_cache[:, target] = self.key_cache[:, source]
             self.value_cache[:, target] = self.value_cache[:, source]
-            self.routes[target] = self.routes[source]
+            if self.routes.numel():
+                self.routes[target] = self.routes[source]
         requests = plan.requests
         lengths = [len(r.token_ids) for r in requests]
         ends = list(itertools.accumulate(lengths, initial=0))

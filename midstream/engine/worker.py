@@ -79,6 +79,8 @@ class Worker:
             )
         longest = min(checkpoint.config.max_position_embeddings, _DEFAULT_MAX_LEN, self.num_blocks * size)
         self.max_model_len = config.max_model_len or longest
+        self.is_collective = experts is not None
+        """A step is one of all ranks of the group: one that fails here leaves the others waiting."""
         exchange = None if experts is None else GroupAllToAll(experts, checkpoint.config.num_experts)
         model = Llama(checkpoint.config, self.device, exchange)
         self._experts = model.exchange.experts
