@@ -57,12 +57,13 @@ def group(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tens
 
 def run_experts(rows: torch.Tensor, counts: Sequence[int], experts: Sequence[Expert]) -> torch.Tensor:
     """rows [N, D], the first ``counts[0]`` of them for the first expert, and so on → its output for each [N, D]."""
-    made = [
-        linear(silu_and_mul(linear(part, expert.gate_up)), expert.down)
-        for part, expert in zip(rows.split(list(counts)), experts, strict=True)
-        if len(part)
-    ]
-    return torch.cat(made) if made else rows
+    busy = [(count, expert) for count, expert in zip(counts, experts, strict=True) if count]
+    if not busy:
+        return rows
+    sizes = [count for count, _ in busy]
+    wide = [linear(part, expert.gate_up) for part, (_, expert) in zip(rows.split(sizes), busy, strict=True)]
+    inner = silu_and_mul(torch.cat(wide)).split(sizes)
+    return torch.cat([linear(part, expert.down) for part, (_, expert) in zip(inner, busy, strict=True)])
 
 
 def combine(outputs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
