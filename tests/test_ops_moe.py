@@ -126,3 +126,12 @@ def test_gradients_are_those_of_the_plain_loop() -> None:
     wanted = torch.autograd.grad((out * upstream).sum(), wrt)
     for a, b in zip(found, wanted, strict=True):
         assert (torch.zeros_like(b) if a is None else a).sub(b).norm() <= 1e-4 * b.norm() + 1e-6
+
+
+def test_outputs_are_added_in_order_in_fp32_and_rounded_once() -> None:
+    ones = torch.ones(1, 3)
+    in_order = torch.tensor([[[1e8], [1.0], [-1e8]]])
+    assert moe.combine(in_order, ones).item() == 0 and moe.combine(in_order.flip(1)[:, [0, 2, 1]], ones).item() == 1
+    small = torch.tensor([[[256.0], [1.0], [1.0]]], dtype=torch.bfloat16)
+    assert moe.combine(small, ones).item() == 258 and (small[0, 0] + small[0, 1]).item() == 256
+    assert moe.combine(small, torch.full((1, 3), 1 / 3)).dtype == torch.bfloat16

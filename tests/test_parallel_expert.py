@@ -51,20 +51,20 @@ def run_ranks(target: Callable[..., Any], folder: pathlib.Path, *arguments: Any,
     return [torch.load(f, weights_only=True) if f.exists() else p.exitcode for f, p in zip(files, ranks, strict=True)]
 
 
-def open_group(rank: int, folder: str, address: str = "", timeout_s: float = 30.0) -> Group:
-    return Group("experts", address or f"file://{folder}/meeting", rank, 2, timeout_s)
+def open_group(rank: int, folder: str, address: str = "", size: int = 2, timeout_s: float = 30.0) -> Group:
+    return Group("experts", address or f"file://{folder}/meeting", rank, size, timeout_s)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _forwards(rank: int, folder: str, address: str, num_experts: int, dtype: torch.dtype) -> list[Any]:
+def _forwards(rank: int, folder: str, address: str, size: int, num_experts: int, dtype: torch.dtype) -> list[Any]:
     """Random batches, each rank its own: against all experts here. How many tokens each step had, and what differed."""
     changes = {"num_experts": num_experts, "num_experts_per_tok": 3}
     config = ModelConfig.from_hf(config_of("qwen3-moe", **changes))
     tensors = random_weights("qwen3-moe", dtype=dtype, **changes)
     cpu = torch.device("cpu")
-    group = open_group(rank, folder, address)
+    group = open_group(rank, folder, address, size)
     exchange = GroupAllToAll(group, num_experts)
     own = stage_all(config, tensors.items(), dtype, cpu, exchange.experts)
     whole = stage_all(config, tensors.items(), dtype, cpu)
@@ -73,7 +73,7 @@ def _forwards(rank: int, folder: str, address: str, num_experts: int, dtype: tor
     rng = random.Random(rank)
     sizes, wrong = [], 0
     for step in range(40):
-        tokens = 0 if step % 2 == rank and step < 8 else rng.choice([0, 1, 1, 2, 3, 17, 64])
+        tokens = 0 if step % size == rank and step < 8 else rng.choice([0, 1, 1, 2, 3, 17, 64])
         tokens = 0 if step == 20 else tokens  # on both
         sizes.append(tokens)
         if not tokens:
@@ -108,15 +108,17 @@ def _meta(tokens: int) -> AttentionMetadata:
     return AttentionMetadata(tables, lengths, lengths[1:].clone(), torch.arange(tokens))
 
 
-@pytest.mark.parametrize(("num_experts", "dtype"), [(8, torch.bfloat16), (7, torch.float32)])
-def test_two_ranks_give_the_bits_of_one(tmp_path: pathlib.Path, num_experts: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "num_experts", "dtype"), [(2, 8, torch.bfloat16), (3, 7, torch.float32)])
+def test_any_number_of_ranks_gives_the_bits_of_one(
+    tmp_path: pathlib.Path, size: int, num_experts: int, dtype: torch.dtype
+) -> None:
     meeting = Meeting()
-    results = run_ranks(_forwards, tmp_path, meeting.address, num_experts, dtype)
-    (sizes, wrong, first), (other_sizes, other_wrong, second) = results
-    assert wrong == other_wrong == 0
-    assert first + second == list(range(num_experts)) and len(first) == num_experts // 2
-    assert any(a == b == 0 for a, b in zip(sizes, other_sizes, strict=True))
-    assert any(a == 0 < b for a, b in zip(sizes, other_sizes, strict=True))
+    results = run_ranks(_forwards, tmp_path, meeting.address, size, num_experts, dtype, size=size)
+    assert [wrong for _, wrong, _ in results] == [0] * size
+    held = [len(experts) for _, _, experts in results]
+    assert [e for _, _, experts in results for e in experts] == list(range(num_experts)) and max(held) - min(held) <= 1
+    steps = list(zip(*(sizes for sizes, _, _ in results), strict=True))
+    assert any(not any(step) for step in steps) and any(0 in step and any(step) for step in steps)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
