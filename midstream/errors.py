@@ -16,6 +16,7 @@
     ├── EnginePaused                503  retryable: new requests are refused while an abort or wait pause holds
     ├── TimedOut (TimeoutError)     504  a bounded wait ended; says what was still missing
     ├── RewardError                 500  a task's reward function failed or took too long
+    ├── RankLost                    503  a rank of this group ended or fell silent; the group ends with it
     └── EngineDead                  503  the engine process ended; every open stream gets this
 
 Errors cross the process border by class name, message and ``details``, never by pickle.
@@ -125,6 +126,12 @@ class TimedOut(MidstreamError, TimeoutError):
 
 class RewardError(MidstreamError):
     """A reward function raised or exceeded its time limit."""
+
+
+class RankLost(MidstreamError):
+    """A collective failed: another rank ended, or was silent for the time limit. The group can not go on."""
+
+    status = 503
 
 
 class EngineDead(MidstreamError):

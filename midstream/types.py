@@ -36,6 +36,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, MAX_SEED),
     "logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
+    "routed_experts_prompt_start": (0, math.inf),
 }
 """Of the sampling parameters, both ends included."""
 _MAX_STRUCTURE_CHARS = 1 << 18
@@ -169,6 +170,10 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     return_sampling_mask: bool = False
     """The ids that each token could have been: those the truncated distribution keeps."""
+    return_routed_experts: bool = False
+    """Which experts served each token of prompt and output, in every layer that has some."""
+    routed_experts_prompt_start: int = 0
+    """Prompt tokens to leave out there, from the first on."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     final_only: bool = False
@@ -208,6 +213,39 @@ class SamplingParams:
 
 
 @dataclass(slots=True)
+class RoutedExperts:
+    """Which experts served some tokens of a request: those at positions from ``start`` on.
+
+    ``data``: ids [tokens, MoE layers, k], little-endian uint16 in row-major order; of a token and layer ascending.
+    """
+
+    start: int
+    num_layers: int
+    top_k: int
+    data: bytearray
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return 2 * self.num_layers * self.top_k
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data) // self.row_bytes
+
+    def part(self, start: int, end: int | None = None) -> RoutedExperts:
+        """Of positions [start, end)."""
+        at = self.row_bytes * (max(start, self.start) - self.start)
+        until = None if end is None else self.row_bytes * max(end - self.start, 0)
+        return RoutedExperts(max(start, self.start), self.num_layers, self.top_k, self.data[at:until])
+
+    def put(self, new: RoutedExperts) -> None:
+        """``new`` takes the place of what is here for its positions, which begin within these or right after."""
+        at, until = (self.row_bytes * (position - self.start) for position in (new.start, new.end))
+        self.data[at:until] = new.data
+
+
+@dataclass(slots=True)
 class Request:
     """One sequence being generated. Mutable, owned by the scheduler, never leaves the core.
 
@@ -240,6 +278,10 @@ class Request:
     """The output's tokens with all that is known of each."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] = field(default_factory=list)
     """For prompt positions 1..: (logprob, rank, top k)."""
+    routes: RoutedExperts | None = None
+    """Where asked for: the experts behind each position's KV, as it was computed last."""
+    num_sent_routes: int = 0
+    """Positions of ``routes`` that were reported and have not changed since."""
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache at first admission."""
@@ -308,6 +350,8 @@ class ScheduledRequest:
     """For prompt logprobs: the token that follows each scheduled position, as far as it lies in the prompt."""
     history: list[int] | None = None
     """All tokens so far, where a repetition penalty needs them."""
+    routes_from: int | None = None
+    """Where routed experts are asked for: the first position whose experts are to be reported."""
     allowed: bytes | None = None
     """What the grammar lets come next: a bit for each token id, the least significant first."""
 
@@ -347,6 +391,7 @@ class ModelRunnerOutput:
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[tuple[float, int, list[tuple[int, float]]]]] = field(default_factory=dict)
+    routes: dict[str, RoutedExperts] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -364,6 +409,8 @@ class RequestIncrement:
     """The stop token's id, or why it ended with "error"."""
     prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] | None = None
     kv_versions: list[tuple[int, int, int]] | None = None
+    routes: RoutedExperts | None = None
+    """Of the positions that are new, or were computed again."""
     num_cached_tokens: int = 0
     num_reprefilled_tokens: int = 0
     num_preemptions: int = 0
@@ -404,6 +451,9 @@ class CompletionOutput:
     kv_versions: list[tuple[int, int, int]] | None = None
     """(version number, start, end) over positions of prompt + output, in the order computed; None where every
     position was computed under the version that sampled on it."""
+    routed_experts: RoutedExperts | None = None
+    """With ``return_routed_experts``: of every token that was computed, so all but the last one sampled; as its KV was
+    computed last. From ``routed_experts_prompt_start`` on."""
     seed: int = 0
     num_cached_tokens: int = 0
     num_reprefilled_tokens: int = 0

@@ -90,7 +90,9 @@ class TablePolicy:
     def __init__(self, seed: int = 0) -> None:
         self.table = torch.nn.Parameter(torch.randn(2 * VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)))
 
-    def logprobs(self, sequences: list[tuple[list[int], list[list[int]]]], params: SamplingParams) -> Tensor:
+    def logprobs(
+        self, sequences: list[tuple[list[int], list[list[int]]]], params: SamplingParams, routes: None = None
+    ) -> Tensor:
         rows, targets = [], []
         for prompt, completions in sequences:
             for completion in completions:

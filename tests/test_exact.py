@@ -46,7 +46,11 @@ class Model:
 
 
 MODELS = [Model(v, d) for v in VARIANTS for d in ("float32", "bfloat16")]
-MODELS += [Model("qwen3", "bfloat16", "reference"), Model("llama-bias", "float32", "reference")]
+MODELS += [
+    Model("qwen3-moe", "bfloat16", "reference"),
+    Model("qwen3", "bfloat16", "reference"),
+    Model("llama-bias", "float32", "reference"),
+]
 MODELS += [Model("qwen3", "float32", "reference"), Model("llama", "bfloat16", "reference")]
 
 
@@ -59,6 +63,7 @@ def one_thread() -> Iterator[None]:
 
 
 CORE = [Model("llama", "float32"), Model("qwen3", "bfloat16"), Model("qwen2", "bfloat16"), *MODELS[-5:]]
+CORE += [Model("qwen3-moe", "float32")]
 """What `make test` runs through everything; the others take part in three tests, and in all when slow ones run."""
 EVERY = pytest.mark.parametrize("model", MODELS, indirect=True, ids=str)
 

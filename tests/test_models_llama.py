@@ -45,7 +45,7 @@ def steps() -> list[tuple[list[int], list[int], AttentionMetadata]]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"qwen3-moe"}))
 def test_one_call_is_the_composed_forward(variant: str, dtype: torch.dtype) -> None:
     config = ModelConfig.from_hf(config_of(variant, head_dim=32))
     model = Llama(config)

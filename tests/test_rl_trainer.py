@@ -279,6 +279,6 @@ def test_a_run_leaves_no_thread_behind(tmp_path: Path) -> None:
 
 def test_a_policy_that_gives_too_few_logprobs_is_refused(tmp_path: Path) -> None:
     with a_run(tmp_path / "run", config()) as run:
-        run.trainer.policy.logprobs = lambda sequences, params: torch.zeros(1)  # type: ignore[method-assign]
+        run.trainer.policy.logprobs = lambda sequences, params, routes: torch.zeros(1)  # type: ignore[method-assign]
         with pytest.raises(InvalidInput, match="1 logprobs for"):
             run.train()

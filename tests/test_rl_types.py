@@ -6,7 +6,7 @@ import pytest
 
 from midstream.errors import InvalidInput
 from midstream.rl.types import MicroBatch, Rollout, RolloutGroup, derive_seed
-from midstream.types import MAX_SEED, WeightVersionSpan
+from midstream.types import MAX_SEED, RoutedExperts, WeightVersionSpan
 
 
 def rollout(
@@ -74,3 +74,18 @@ def test_seeds_are_a_function_of_run_purpose_and_index() -> None:
 def test_neighbours_of_a_group_share_their_prompt() -> None:
     batch = MicroBatch([rollout(0, 0), rollout(0, 1), rollout(1, 0)], [0.0, 0.0, 0.0])
     assert [(prompt, len(completions)) for prompt, completions in batch.sequences()] == [([1, 2], 2), ([1, 2], 1)]
+
+
+def test_a_prompt_is_shared_where_the_same_experts_served_it() -> None:
+    """Its experts are of the weights that computed it last, so neighbours that ended at different times may differ."""
+
+    def one(group: int, index: int, first: int | None) -> Rollout:
+        routes = None if first is None else RoutedExperts(0, 1, 1, bytearray([first, 0, 0, 0, index, 0]))
+        return replace(rollout(group, index, length=2), routes=routes)
+
+    plain = MicroBatch([one(0, 0, None), one(0, 1, None), one(1, 0, None)], [1.0] * 3)
+    assert plain.sequences() == [([1, 2], [[0, 1], [0, 1]]), ([1, 2], [[0, 1]])] and plain.routes() is None
+    rollouts = [one(0, 0, 5), one(0, 1, 5), one(0, 2, 6), one(0, 3, None), one(1, 0, 6)]
+    batch = MicroBatch(rollouts, [1.0] * 5)
+    assert [len(completions) for _, completions in batch.sequences()] == [2, 1, 1, 1]
+    assert batch.routes() == [[r.routes for r in of] for of in (rollouts[:2], *([r] for r in rollouts[2:]))]

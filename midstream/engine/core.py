@@ -31,6 +31,7 @@ from midstream.engine.worker import Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
 from midstream.ops.numerics import difference
+from midstream.parallel.groups import Group
 from midstream.types import (
     FinishReason,
     Request,
@@ -59,9 +60,11 @@ class CoreOutputs:
 class EngineCore:
     """Owns everything of one engine. Not thread-safe: one caller, who alternates commands and :meth:`step`."""
 
-    def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, experts: Group | None = None
+    ) -> None:
         self.config = config
-        self.worker = Worker(config, wake)
+        self.worker = Worker(config, wake, experts)
         digests = self.worker.digests
         version = WeightVersion(0, config.initial_version, weights_id(digests))
         pool = BlockPool(self.worker.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -80,7 +83,7 @@ class EngineCore:
         self._once_paused: dict[Any, Callable[[], None]] = {}
         self._is_checked = True
         self._log = _open_log(config.step_log)
-        session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests)
+        session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests, self.worker.fused)
         self.updates = WeightUpdates(self, session)
         self.pauses = Pauses(self)
         self.sleep = Sleep(self)
@@ -175,6 +178,8 @@ class EngineCore:
         outside = [t for t in params.stop_token_ids if t >= vocab]
         if outside:
             raise InvalidInput(f"stop_token_ids {outside} are not in [0, {vocab})")
+        if params.return_routed_experts and not self.worker.model_config.moe_layers:
+            raise InvalidInput("return_routed_experts: the model has no experts; leave it away")
 
     def abort(self, ids: Sequence[str] | None) -> int:
         """End requests by id (None: all) with their partial tokens; unknown ids are ignored. Returns how many."""
@@ -249,6 +254,8 @@ class EngineCore:
         try:
             result = self.worker.execute(plan)
         except Exception as error:
+            if self.worker.is_collective:
+                raise  # the group ends as one
             # Its requests are over; the engine, and everyone who was not in this step, goes on.
             traceback.print_exc()
             reason = MidstreamError(f"the step failed: {type(error).__name__}: {error}")
@@ -306,6 +313,9 @@ class EngineCore:
                 why = f"structured_outputs: {request.grammar.error}"
             wants_prompt = request.params.prompt_logprobs is not None
             reason = cast(FinishReason, request.status.value) if finished else None
+            routes = request.routes
+            if routes is not None:
+                routes, request.num_sent_routes = routes.part(request.num_sent_routes), routes.end
             self.outputs.increments.append(
                 RequestIncrement(
                     parent_id=request.parent_id,
@@ -317,6 +327,7 @@ class EngineCore:
                     stop_reason=why,
                     prompt_logprobs=request.prompt_logprobs if wants_prompt and finished else None,
                     kv_versions=list(request.kv_history) or None,
+                    routes=routes,
                     num_cached_tokens=request.num_cached_tokens,
                     num_reprefilled_tokens=request.num_reprefilled_tokens,
                     num_preemptions=request.num_preemptions,

@@ -13,7 +13,7 @@ from midstream.models.weights import ModelWeights
 from midstream.ops.attention import AttentionMetadata
 from midstream.ops.cpu import want_huge_pages
 from midstream.ops.sampling import prompt_logprobs, sample
-from midstream.types import ModelRunnerOutput, SchedulerOutput
+from midstream.types import ModelRunnerOutput, RoutedExperts, SchedulerOutput
 
 _LOGIT_ROWS = 64
 """Rows of prompt logits held at once: a vocabulary of 150,000 in fp32 is 600 kB a row."""
@@ -23,7 +23,8 @@ class ModelRunner:
     """Runs a SchedulerOutput on one device.
 
     The caches are [layers, B, K, F, S] for keys (tokens innermost: lanes of the kernel) and [layers, B, K, S, F] for
-    values. They start as whatever the memory holds: no slot is read before it was written.
+    values. They start as whatever the memory holds: no slot is read before it was written. Of a model with experts,
+    ``routes`` [B, S, MoE layers, k] int16 holds which ones served the token of a slot: it goes where the KV goes.
     """
 
     def __init__(
@@ -44,17 +45,26 @@ class ModelRunner:
             blocks = self._shape[1]
             needed = blocks * self.block_bytes(self.model.config, self._dtype, size)
             raise InvalidInput(f"no memory for {blocks} KV blocks ({needed} bytes): lower the KV cache") from error
+        chosen = (len(self.model.config.moe_layers), self.model.config.num_experts_per_tok)
+        self.routes = torch.zeros(self._shape[1], size, *chosen, dtype=torch.int16, device=self.device)
         if self.device.type == "cpu":
             want_huge_pages(self.key_cache, self.value_cache)
 
     def free(self) -> None:
         """Give the memory back; no step before :meth:`allocate`."""
-        self.key_cache = self.value_cache = torch.empty(0)
+        self.key_cache = self.value_cache = self.routes = torch.empty(0)
 
     @staticmethod
     def block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-        """Memory of one KV block over all layers."""
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
+        """Memory of one KV block over all layers, and of the experts its tokens went to."""
+        chosen = 2 * len(config.moe_layers) * config.num_experts_per_tok
+        kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+        return (kv + chosen) * block_size
+
+    @torch.inference_mode()
+    def execute_empty(self, weights: ModelWeights) -> None:
+        """A step without a token: this rank's part of what the expert-parallel group does together."""
+        self.model.attend_empty(weights)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput, weights: ModelWeights) -> ModelRunnerOutput:
@@ -63,6 +73,8 @@ class ModelRunner:
             source, target = (torch.tensor(ids, device=self.device) for ids in zip(*plan.block_copies, strict=True))
             self.key_cache[:, target] = self.key_cache[:, source]
             self.value_cache[:, target] = self.value_cache[:, source]
+            if self.routes.numel():
+                self.routes[target] = self.routes[source]
         requests = plan.requests
         lengths = [len(r.token_ids) for r in requests]
         ends = list(itertools.accumulate(lengths, initial=0))
@@ -86,9 +98,15 @@ class ModelRunner:
 
         ids = torch.tensor(list(itertools.chain.from_iterable(r.token_ids for r in requests)), device=to)
         at = torch.tensor(positions, device=to)
-        hidden = self.model.serve(weights, ids, at, self.key_cache, self.value_cache, metadata)
+        routes: list[torch.Tensor] = []
+        hidden = self.model.serve(weights, ids, at, self.key_cache, self.value_cache, metadata, routes)
 
         output = ModelRunnerOutput()
+        if routes:
+            self.routes.flatten(0, 1)[metadata.slot_mapping] = torch.stack(routes, 1).short()
+            for r in requests:
+                if r.routes_from is not None:
+                    output.routes[r.request_id] = self._routes(r.block_ids, r.routes_from, r.start + len(r.token_ids))
         drawn = [(i, r) for i, r in enumerate(requests) if r.sample]
         if drawn:
             rows = torch.tensor([ends[i + 1] - 1 for i, _ in drawn], device=to)
@@ -110,3 +128,10 @@ class ModelRunner:
                 for part, ids_of in zip(rows_of.split(_LOGIT_ROWS), targets.split(_LOGIT_ROWS), strict=True):
                     found += prompt_logprobs(self.model.logits(weights, part), ids_of, count)
         return output
+
+    def _routes(self, block_ids: list[int], start: int, end: int) -> RoutedExperts:
+        """Of positions [start, end) of a request whose KV stands in these blocks."""
+        first, size = start // self.block_size, self.block_size
+        blocks = torch.tensor(block_ids[first : -(-end // size)], device=self.device)
+        rows = self.routes[blocks].flatten(0, 1)[start - first * size : end - first * size]
+        return RoutedExperts(start, rows.shape[1], rows.shape[2], bytearray(rows.contiguous().cpu().numpy()))

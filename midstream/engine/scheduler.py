@@ -225,6 +225,8 @@ class Scheduler:
             history=request.token_ids if request.params.repetition_penalty != 1 else None,
             allowed=request.grammar.allowed if request.grammar is not None else None,
         )
+        if request.params.return_routed_experts:  # what was found computed has them too
+            scheduled.routes_from = start if reuse is None else 0
         if request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < num_prompt - 1:
             scheduled.prompt_targets = request.token_ids[start + 1 : min(end + 1, num_prompt)]
         plan.requests.append(scheduled)
@@ -291,6 +293,13 @@ class Scheduler:
             if scheduled.prompt_targets:
                 num_known = len(request.prompt_logprobs) - start
                 request.prompt_logprobs += result.prompt_logprobs[request.request_id][max(0, num_known) :]
+            if scheduled.routes_from is not None:
+                new = result.routes[request.request_id]
+                if request.routes is None:
+                    request.routes = new
+                else:
+                    request.routes.put(new)
+                request.num_sent_routes = min(request.num_sent_routes, new.start)
             if not scheduled.sample:
                 continue
             token = result.sampled[request.request_id]

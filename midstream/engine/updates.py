@@ -211,7 +211,8 @@ class WeightUpdates:
         self._core.sleep.require_weights()
         version = self._core.version()
 
-        def hashed(held: dict[str, str]) -> None:
+        def hashed(here: dict[str, str]) -> None:
+            held = self.session.held_digests | here  # experts that another rank holds are as they were received
             if action == "checksum":
                 return self._core.reply(op, {"checksums": held, **version})
             given = {self.session.owner(name): digest for name, digest in (baseline or {}).items()}
@@ -225,7 +226,8 @@ class WeightUpdates:
         self._core.sleep.require_weights()
         version = self._core.version()
 
-        def hashed(held: dict[str, str]) -> None:
+        def hashed(here: dict[str, str]) -> None:
+            held = self.session.held_digests | here  # as in check
             self._core.reply(op, {"digests": held, **version, "weights_id": weights_id(held)})
 
         self._core.worker.hash_weights(self._unless_failed(op, hashed))

@@ -14,7 +14,7 @@ import functools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,21 @@ from midstream.engine.runner import ModelRunner
 from midstream.errors import InvalidInput, MidstreamError, WeightUpdateError
 from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
-from midstream.models.weights import EMBEDDING, HEAD, ModelWeights, Staging, parameter_shapes, stage_all
+from midstream.models.weights import (
+    EMBEDDING,
+    HEAD,
+    ModelWeights,
+    Staging,
+    fused_experts,
+    parameter_shapes,
+    stage_all,
+)
 from midstream.ops.numerics import fingerprint
+from midstream.parallel.expert import GroupAllToAll
+from midstream.parallel.groups import Group
 from midstream.types import ModelRunnerOutput, ParamMeta, SchedulerOutput
 from midstream.weights.base import TensorList, WeightTransferEngine, worker_engines
-from midstream.weights.manifest import digest
+from midstream.weights.manifest import digest, digest_of_parts
 from midstream.weights.packing import dtype_name
 from midstream.weights.session import TensorRecord
 
@@ -44,9 +54,14 @@ Then = Callable[[Any], None]
 
 
 class Worker:
-    """One model on one device. Every method belongs to the core's thread, but for the jobs in the staging thread."""
+    """One model on one device. Every method belongs to the core's thread, but for the jobs in the staging thread.
 
-    def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
+    ``experts``: the expert-parallel group. Of the experts only this rank's are held then; digests are over all of them.
+    """
+
+    def __init__(
+        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, experts: Group | None = None
+    ) -> None:
         checkpoint = open_checkpoint(config.model)
         self.model_config = checkpoint.config
         self.dtype = resolve_dtype(config.dtype, checkpoint.config)
@@ -64,9 +79,17 @@ class Worker:
             )
         longest = min(checkpoint.config.max_position_embeddings, _DEFAULT_MAX_LEN, self.num_blocks * size)
         self.max_model_len = config.max_model_len or longest
-        model = Llama(checkpoint.config, self.device)
-        shapes = parameter_shapes(checkpoint.config)
+        self.is_collective = experts is not None
+        """A step is one of all ranks of the group: one that fails here leaves the others waiting."""
+        exchange = None if experts is None else GroupAllToAll(experts, checkpoint.config.num_experts)
+        model = Llama(checkpoint.config, self.device, exchange)
+        self._experts = model.exchange.experts
+        self._fused = fused_experts(checkpoint.config)
+        self.fused = {name: [piece for piece, _, _ in whole.pieces] for name, whole in self._fused.items()}
+        """Tensors of all experts of a layer, and what they are cut into."""
+        shapes = parameter_shapes(checkpoint.config) | {name: whole.shape for name, whole in self._fused.items()}
         self.params = {name: ParamMeta(name, dtype_name(self.dtype), shape) for name, shape in shapes.items()}
+        """Every tensor that is taken, under each of its names."""
         self.tied = {HEAD: EMBEDDING} if checkpoint.config.tie_word_embeddings else {}
         self.digests: dict[str, str] = {}
         staging = self._new_staging()
@@ -78,7 +101,7 @@ class Worker:
         self.runner = ModelRunner(model, self.dtype, self.device, self.num_blocks, size)
         self.transfer = worker_engines.lookup(config.weight_transfer_backend)(self.params, config.extra)
         self.disk = worker_engines.lookup("disk")(self.params, {})
-        self.fingerprint = fingerprint(self.dtype, size)
+        self.fingerprint = fingerprint(self.dtype, size, model.exchange.combine_order)
         self.completed: collections.deque[Callable[[], None]] = collections.deque()
         self._offloaded: dict[str, torch.Tensor] = {}
         self._staging: Staging | None = None
@@ -94,12 +117,17 @@ class Worker:
             ctypes.CDLL(None).malloc_trim(0)
 
     def _new_staging(self) -> Staging:
-        return Staging(self.model_config, self.dtype, self.device)
+        return Staging(self.model_config, self.dtype, self.device, self._experts)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step under the live weights."""
         assert self.weights is not None
         return self.runner.execute(plan, self.weights)
+
+    def execute_empty(self) -> None:
+        """Take part in a step of the expert-parallel group without a token. Raises ``RankLost``."""
+        assert self.weights is not None
+        self.runner.execute_empty(self.weights)
 
     # -- jobs for the staging thread -----------------------------------------------------------------------------
 
@@ -138,7 +166,7 @@ class Worker:
 
     def receive_zeros(self, check: Check, then: Then) -> None:
         """Stage a model of zeros. Its value: the list of TensorRecord."""
-        metas = self.params.values()
+        metas = [meta for meta in self.params.values() if meta.name not in self.fused]
         read = ((meta.name, torch.zeros(meta.shape, dtype=self.dtype)) for meta in metas)
         self._submit_stage(lambda: read, check, then)
 
@@ -161,7 +189,7 @@ class Worker:
         self._submit(settle, then)
 
     def hash_weights(self, then: Then) -> None:
-        """Its value: the digest of every tensor really held, by checkpoint name."""
+        """Its value: the digest of every tensor really held here, by checkpoint name."""
         weights = self.weights
         assert weights is not None
         held = weights.checkpoint
@@ -170,18 +198,33 @@ class Worker:
     def _stage(self, staging: Staging, tensors: Iterable[tuple[str, torch.Tensor]], check: Check) -> list[TensorRecord]:
         problems: list[WeightUpdateError | None] = []
         records: list[TensorRecord] = []
+
+        def held(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            copy = staging.put(self.tied.get(name, name), tensor)
+            # as it is held: a cast may overflow. NaN comes through min and max; no copy is made.
+            if copy.numel() and not all(map(math.isfinite, torch.stack(torch.aminmax(copy)).tolist())):
+                problems.append(WeightUpdateError(f"{name} has NaN or infinity as {dtype_name(copy.dtype)}", [name]))
+            return copy
+
+        def pieces(whole: Iterable[tuple[str, torch.Tensor]], parts: list[TensorRecord]) -> Iterator[torch.Tensor]:
+            for name, part in whole:
+                copy = held(name, part)
+                parts.append(TensorRecord(name, digest(copy), 0))
+                yield copy
+
         for name, tensor in tensors:
             problem = _problem(check, name, dtype_name(tensor.dtype), tuple(tensor.shape))
             problems.append(problem)
             if problem is not None:
                 continue
             nbytes = tensor.numel() * tensor.element_size()
-            held = staging.put(self.tied.get(name, name), tensor)
-            # as it is held: a cast may overflow. NaN comes through min and max; no copy is made.
-            if held.numel() and not all(map(math.isfinite, torch.stack(torch.aminmax(held)).tolist())):
-                problems.append(WeightUpdateError(f"{name} has NaN or infinity as {dtype_name(held.dtype)}", [name]))
-                continue
-            records.append(TensorRecord(name, digest(held), nbytes))  # of our copy: nobody else writes to that
+            # digests are of our copy: nobody else writes to that
+            if name in self._fused:
+                parts: list[TensorRecord] = []
+                whole = digest_of_parts(self.dtype, tensor.shape, pieces(self._fused[name].split(tensor), parts))
+                records.append(TensorRecord(name, whole, nbytes, tuple(parts)))
+            else:
+                records.append(TensorRecord(name, digest(held(name, tensor)), nbytes))
         _require(problems)
         return records
 
@@ -219,7 +262,7 @@ class Worker:
     def restore_weights(self) -> None:
         """Undo :meth:`offload_weights`."""
         if self._offloaded:
-            self.weights = stage_all(self.model_config, self._offloaded.items(), self.dtype, self.device)
+            self.weights = stage_all(self.model_config, self._offloaded.items(), self.dtype, self.device, self._experts)
             self._offloaded = {}
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from midstream.errors import ModelLoadError
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Geometry and switches of one dense decoder."""
+    """Geometry and switches of one decoder, dense or with experts."""
 
     architecture: str
     hidden_size: int
@@ -47,6 +47,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
+    num_experts: int = 0
+    """In each layer of ``moe_layers``; 0: the model is dense."""
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    """The weights of a token's experts are scaled to add up to 1."""
+    moe_layers: tuple[int, ...] = ()
+    """The layers whose MLP is a choice of experts, ascending."""
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -100,18 +108,32 @@ class ModelConfig:
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ModelLoadError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         hidden = number(int, "hidden_size")
-        qwen2 = architecture == "Qwen2ForCausalLM"
+        qwen2, moe = architecture == "Qwen2ForCausalLM", architecture == "Qwen3MoeForCausalLM"
         bias = bool(data.get("attention_bias", qwen2))
         eos: list[int] = []
         for source in (data, generation or {}):
             value = source.get("eos_token_id")
             eos += [value] if isinstance(value, int) else list(value or [])
         dtype = data.get("dtype") or data.get("torch_dtype") or "float32"
+        layers = number(int, "num_hidden_layers")
+        experts: dict[str, Any] = {}
+        if moe:
+            count = "num_experts" if data.get("num_experts") is not None else "num_local_experts"
+            sizes = [number(int, key, 0) for key in (count, "num_experts_per_tok", "moe_intermediate_size")]
+            step, dense = number(int, "decoder_sparse_step", 1), data.get("mlp_only_layers") or []
+            if not (1 <= sizes[1] <= sizes[0] and sizes[2] >= 1 and step >= 1 and set(map(type, dense)) <= {int}):
+                raise ModelLoadError(
+                    "config.json: experts need 1 <= num_experts_per_tok <= num_experts, moe_intermediate_size >= 1, "
+                    f"decoder_sparse_step >= 1 and a list of layers mlp_only_layers, got {sizes}, {step} and {dense!r}"
+                )
+            experts = dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), sizes, strict=True))
+            experts["norm_topk_prob"] = bool(data.get("norm_topk_prob", False))
+            experts["moe_layers"] = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
         return cls(
             architecture=architecture,
             hidden_size=hidden,
             intermediate_size=number(int, "intermediate_size"),
-            num_layers=number(int, "num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=number(int, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads),
@@ -122,11 +144,12 @@ class ModelConfig:
             tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
             attention_bias=bias,
             output_bias=bias and not qwen2,
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=moe or architecture == "Qwen3ForCausalLM",
             rope_scaling=scaling,
             eos_token_ids=tuple(dict.fromkeys(eos)),
             bos_token_id=data.get("bos_token_id"),
             dtype=str(dtype).removeprefix("torch."),
+            **experts,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -134,10 +157,15 @@ class ModelConfig:
         rope: dict[str, Any] = {}
         if self.rope_scaling is not None:
             rope["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
+        experts: dict[str, Any] = {}
+        if self.num_experts:
+            names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+            experts = {name: getattr(self, name) for name in names}
+            experts["mlp_only_layers"] = [i for i in range(self.num_layers) if i not in self.moe_layers]
         eos = list(self.eos_token_ids)
         return {
             "architectures": [self.architecture],
-            "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
+            "model_type": self.architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe"),
             "hidden_act": "silu",
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -150,6 +178,7 @@ class ModelConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             **rope,
+            **experts,
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": self.attention_bias,
             "eos_token_id": eos[0] if len(eos) == 1 else eos,

@@ -17,7 +17,7 @@ import torch
 from midstream.errors import ModelLoadError
 from midstream.models.config import ModelConfig
 from midstream.models.shards import read_tensors, tensor_files
-from midstream.models.weights import EMBEDDING, HEAD, parameter_shapes
+from midstream.models.weights import EMBEDDING, HEAD, fused_experts, parameter_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -62,34 +62,37 @@ def resolve_dtype(requested: str, config: ModelConfig) -> torch.dtype:
 
 
 def load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors in ``dtype``, each exactly once, accounted for.
+    """The checkpoint's tensors in ``dtype``, each exactly once, accounted for; a fused one as its pieces.
 
     Raises ModelLoadError at the end of the stream (or before a tensor of a wrong shape would be yielded) with every
     unknown, doubled, misshapen and missing name. A head that the config ties to the embedding may be present: it is
     not yielded, and must equal it.
     """
-    expected = parameter_shapes(checkpoint.config)
+    expected, fused = parameter_shapes(checkpoint.config), fused_experts(checkpoint.config)
+    shapes = expected | {name: whole.shape for name, whole in fused.items()}
     tied = checkpoint.config.tie_word_embeddings
     seen: set[str] = set()
     problems: list[str] = []
     embedding: torch.Tensor | None = None
     head: torch.Tensor | None = None
     for name, tensor in checkpoint.stream():
-        if name in seen:
-            problems.append(f"{name}: given twice")
+        made = {name, *(piece for piece, _, _ in fused[name].pieces)} if name in fused else {name}
+        if twice := sorted(made & seen):
+            problems += [f"{name}: given twice" for name in twice]
         elif tied and name == HEAD:
             head = tensor
-        elif name not in expected:
+        elif name not in shapes:
             problems.append(f"{name}: unknown")
-        elif tuple(tensor.shape) != expected[name]:
-            problems.append(f"{name}: shape {tuple(tensor.shape)}, expected {expected[name]}")
+        elif tuple(tensor.shape) != shapes[name]:
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, expected {shapes[name]}")
         elif not tensor.is_floating_point():
             problems.append(f"{name}: dtype {tensor.dtype} is not a float type")
         else:
             embedding = tensor if name == EMBEDDING else embedding
             if not problems:
-                yield name, tensor.to(dtype)
-        seen.add(name)
+                for piece, part in fused[name].split(tensor) if name in fused else ((name, tensor),):
+                    yield piece, part.to(dtype)
+        seen |= made
     problems += [f"{name}: missing" for name in expected if name not in seen]
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         problems.append(f"{HEAD} differs from {EMBEDDING}, but the config ties them")

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from midstream.errors import InvalidInput
@@ -20,10 +21,13 @@ from midstream.models.weights import LayerWeights, ModelWeights
 from midstream.ops.attention import AttentionMetadata, PagedAttention, Placement
 from midstream.ops.layers import split_rope
 from midstream.ops.sampling import processed_logprobs
-from midstream.types import SamplingParams
+from midstream.types import RoutedExperts, SamplingParams
 
 Sequences = Sequence[tuple[list[int], list[list[int]]]]
 """(prompt, its completions) each."""
+Routes = Sequence[Sequence[RoutedExperts | None]]
+"""For each completion of :data:`Sequences` the experts to take; its tokens without any choose for themselves. A prompt
+takes those of its first completion."""
 
 _LOGIT_BYTES = 64 << 20
 """Logits held at once: the head runs over slices of rows, so that a batch's logits never stand whole in memory."""
@@ -34,7 +38,8 @@ class PackedBatch:
     """Prompts and completions in one flat row of tokens, for one forward.
 
     input_ids, positions [T]; ``placement``: which token's K and V stand in which slot of which block; rows [N]: the
-    token whose hidden state predicts each target; targets [N]: every completion token, in order.
+    token whose hidden state predicts each target; targets [N]: every completion token, in order; routes [T, MoE layers,
+    k]: the experts to take, negative where a token chooses for itself.
     """
 
     input_ids: torch.Tensor
@@ -43,9 +48,10 @@ class PackedBatch:
     metadata: AttentionMetadata
     rows: torch.Tensor
     targets: torch.Tensor
+    routes: torch.Tensor | None = None
 
 
-def pack(sequences: Sequences, block_size: int) -> PackedBatch:
+def pack(sequences: Sequences, block_size: int, routes: Routes | None = None) -> PackedBatch:
     """Lay out a batch. A completion's last token is a target but never an input. Raises ``InvalidInput``."""
     if not all(prompt for prompt, _ in sequences) or not any(itertools.chain.from_iterable(c for _, c in sequences)):
         raise InvalidInput("sequences: each needs a prompt, and all of them together at least one completion token")
@@ -87,14 +93,14 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
             targets += completion
     if foreign := ({*map(type, ids), *map(type, targets)} - {int}):
         raise InvalidInput(f"sequences: token ids must be int, got {', '.join(sorted(t.__name__ for t in foreign))}")
+    known = [r for of in routes or () for r in of if r is not None]
+    chosen = torch.from_numpy(_chosen(sequences, routes, known[0])) if routes and known else None
     width = max(map(len, tables))
     slots = [b * block_size + i for b, tokens in enumerate(blocks) for i in range(len(tokens))]
     return PackedBatch(
         input_ids=torch.tensor(ids),
         positions=torch.tensor(positions),
-        placement=Placement(
-            torch.tensor(slots), torch.tensor(list(itertools.chain(*blocks))), len(blocks), block_size
-        ),
+        placement=Placement(torch.tensor(slots), torch.tensor(list(itertools.chain(*blocks))), len(blocks), block_size),
         metadata=AttentionMetadata(
             block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
             cu_seqlens_q=torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32),
@@ -102,12 +108,32 @@ def pack(sequences: Sequences, block_size: int) -> PackedBatch:
         ),
         rows=torch.tensor(rows),
         targets=torch.tensor(targets),
+        routes=chosen,
     )
 
 
-def sequence_logprobs(
-    model: Llama, weights: ModelWeights, batch: PackedBatch, params: SamplingParams
-) -> torch.Tensor:
+def _chosen(sequences: Sequences, routes: Routes, like: RoutedExperts) -> np.ndarray:
+    """The experts [T, MoE layers, k] of every input token, ascending; -1 where there are none."""
+
+    def part(of: RoutedExperts | None, start: int, end: int) -> np.ndarray:
+        out = np.full((max(end - start, 0), like.num_layers, like.top_k), -1, np.int64)
+        if of is not None and len(out):
+            if (of.num_layers, of.top_k) != (like.num_layers, like.top_k):
+                raise InvalidInput("routed experts: all must be of one model's layers and number of experts a token")
+            ids = np.frombuffer(of.part(start, end).data, "<u2").reshape(-1, like.num_layers, like.top_k)
+            at = max(of.start - start, 0)
+            out[at : at + len(ids)] = np.sort(ids, -1)
+        return out
+
+    parts = []
+    for (prompt, completions), given in zip(sequences, routes, strict=True):
+        parts.append(part(given[0] if given else None, 0, len(prompt)))
+        for completion, of in zip(completions, given, strict=True):
+            parts.append(part(of, len(prompt), len(prompt) + len(completion) - 1))
+    return np.concatenate(parts)
+
+
+def sequence_logprobs(model: Llama, weights: ModelWeights, batch: PackedBatch, params: SamplingParams) -> torch.Tensor:
     """Log-probability [N] (fp32) of every completion token under the distribution ``params`` samples from.
 
     Differentiable where the weights are. Bit for bit what the engine reports as processed logprobs; with default
@@ -123,12 +149,21 @@ def sequence_logprobs(
     if int(batch.positions.max()) >= longest:
         raise InvalidInput(f"sequences: {int(batch.positions.max()) + 2} tokens; the model has {longest} positions")
 
+    c, given = model.config, batch.routes
+    if given is not None and given.numel():
+        shape = (len(c.moe_layers), c.num_experts_per_tok)
+        if given.shape[1:] != shape or int(given.max()) >= c.num_experts:
+            raise InvalidInput(
+                f"routed experts: ids up to {int(given.max())} in {tuple(given.shape[1:])} (layers, experts a token); "
+                f"the model has {c.num_experts} experts in {shape}"
+            )
+
     def attend(layer: int, qkv: torch.Tensor, of: LayerWeights) -> torch.Tensor:
         q, k, v = split_rope(qkv, model.rope, batch.positions, of.q_norm, of.k_norm)
         out: torch.Tensor = PagedAttention.apply(q, k, v, batch.placement, batch.metadata, model.scale)
         return out.flatten(1)
 
-    hidden = model.forward(weights, batch.input_ids, attend)
+    hidden = model.forward(weights, batch.input_ids, attend, given=given)
     step = max(_LOGIT_BYTES // (4 * model.config.vocab_size), 1)
     out = []
     for rows, ids in zip(batch.rows.split(step), batch.targets.split(step), strict=True):

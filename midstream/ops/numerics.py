@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from midstream.ops import cpu
+from midstream.ops import cpu, moe
 
 
-def fingerprint(dtype: torch.dtype, block_size: int) -> dict[str, Any]:
-    """Plain data, compared for equality."""
+def fingerprint(dtype: torch.dtype, block_size: int, combine_order: str = moe.COMBINE_ORDER) -> dict[str, Any]:
+    """Plain data, compared for equality. Over how many ranks experts are spread is no part of it: it changes no bit."""
     library = cpu.library()
     return {
         "kernels": "reference" if library is None else str(library._name).rsplit("/", 1)[-1],
@@ -22,6 +22,7 @@ def fingerprint(dtype: torch.dtype, block_size: int) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": block_size,
         "tp_size": 1,
+        "combine_order": combine_order,
     }
 
 

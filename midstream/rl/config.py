@@ -46,6 +46,9 @@ class TrainConfig:
     """Of the rollouts. Evaluation samples at 1 and greedily."""
     top_p: float = 1.0
     top_k: int = 0
+    replay_routed_experts: bool = False
+    """The trainer's forward takes the experts that the engine took, token by token. For a model with experts: while
+    weights change, a router's close calls fall otherwise, and the token was drawn by other experts."""
     max_num_seqs: int = 64
     """Completions that the engine runs at once: the concurrency."""
 
@@ -146,6 +149,7 @@ class TrainConfig:
             top_p=self.top_p,
             top_k=self.top_k,
             max_tokens=self.max_tokens,
+            return_routed_experts=self.replay_routed_experts,
             logprobs_mode="processed_logprobs",
             detokenize=False,
             final_only=True,
@@ -187,4 +191,5 @@ class TrainConfig:
         most |= {"overlong_buffer_tokens": 2, "checkpoint_every": 0}
         changes: dict[str, Any] = {name: min(getattr(self, name), limit) for name, limit in most.items()}
         changes |= {"model": model, "task": "reverse", "task_options": {}, "dtype": "float32", "max_tokens": 10}
+        changes["replay_routed_experts"] = False  # the tiny model is dense
         return dataclasses.replace(self, **changes)

@@ -52,6 +52,7 @@ def describe(config: TrainConfig) -> str:
         ("run", f"{config.steps} steps, {decimal(update * config.steps)} moved in all"),
     ]  # fmt: skip
     first = [name for name in meta if ".layers." not in name or ".layers.0." in name]
+    first = [name for name in first if ".experts." not in name or ".experts.0." in name]
     shapes = [f"    {name:58} {list(meta[name].shape)}" for name in first]
     head = "\n".join(f"  {name:18} {text}" for name, text in rows)
-    return f"{head}\n  shapes (layer 0 stands for all {c.num_layers})\n" + "\n".join(shapes)
+    return f"{head}\n  shapes (layer 0 stands for all {c.num_layers}, expert 0 for all)\n" + "\n".join(shapes)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from midstream.models.llama import Llama
 from midstream.models.loader import load_weights, open_checkpoint, resolve_dtype
-from midstream.models.packed import Sequences, pack, sequence_logprobs
+from midstream.models.packed import Routes, Sequences, pack, sequence_logprobs
 from midstream.models.weights import assemble
 from midstream.ops.numerics import fingerprint
 from midstream.types import ParamMeta, SamplingParams
@@ -41,11 +41,13 @@ class Policy:
         """The masters, always in the same order."""
         return list(self.masters.values())
 
-    def logprobs(self, sequences: Sequences, params: SamplingParams) -> torch.Tensor:
+    def logprobs(self, sequences: Sequences, params: SamplingParams, routes: Routes | None = None) -> torch.Tensor:
         """[T] float32 of every completion token, in the order of ``sequences``, under the distribution that ``params``
-        (temperature, top_k, top_p) samples from; gradients reach the masters in fp32."""
+        (temperature, top_k, top_p) samples from; gradients reach the masters in fp32. ``routes``: which experts tokens
+        go to, instead of those that the router likes best now; how much each counts is the router's word all the same.
+        """
         weights = assemble(self.config, {n: p.to(self.dtype) for n, p in self.masters.items()}, keep_plain=True)
-        return sequence_logprobs(self.model, weights, pack(sequences, self.block_size), params)
+        return sequence_logprobs(self.model, weights, pack(sequences, self.block_size, routes), params)
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, dtype_name(self.dtype), tuple(p.shape)) for name, p in self.masters.items()]

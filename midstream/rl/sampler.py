@@ -125,6 +125,7 @@ class Sampler:
             seed=output.seed,
             finish_reason=completion.finish_reason,
             reward=await score(task, problem, completion, limit_s),
+            routes=output.routed_experts,  # the last turn's context is all that came before
             kv_versions=[version for turn in turns for version in turn.kv_versions or ()] or None,
             params=params,
         )

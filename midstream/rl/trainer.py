@@ -201,7 +201,7 @@ class AsyncTrainer:
         them, where it is exact)."""
         rollouts, config = micro_batch.rollouts, self.config
         lengths = [len(rollout.logprobs) for rollout in rollouts]
-        logprobs = self.policy.logprobs(micro_batch.sequences(), config.sampling)
+        logprobs = self.policy.logprobs(micro_batch.sequences(), config.sampling, micro_batch.routes())
         device = logprobs.device
         ends = list(itertools.accumulate((len(rollout.output_token_ids) for rollout in rollouts), initial=0))
         if logprobs.numel() != ends[-1]:

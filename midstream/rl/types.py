@@ -13,7 +13,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from midstream.errors import InvalidInput
-from midstream.types import MAX_SEED, FinishReason, SamplingParams, WeightVersionSpan
+from midstream.types import MAX_SEED, FinishReason, RoutedExperts, SamplingParams, WeightVersionSpan
 
 
 def derive_seed(run_seed: int, purpose: str, index: int) -> int:
@@ -50,6 +50,8 @@ class Rollout:
     """Soft overlong punishment, <= 0; training uses ``reward + penalty``."""
     kv_versions: list[tuple[int, int, int]] | None = None
     """(version, start, end) over prompt + output, of each turn's request that kept KV across an update."""
+    routes: RoutedExperts | None = None
+    """Which experts served its tokens, prompt included, where they are to be replayed."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """What it was drawn with; temperature, top_p and top_k count. Of greedy tokens the logprobs are the model's own."""
 
@@ -130,5 +132,19 @@ class MicroBatch:
 
     def sequences(self) -> list[tuple[list[int], list[list[int]]]]:
         """(prompt, completions) with neighbours of one group sharing their prompt, in order."""
-        groups = [list(group) for _, group in itertools.groupby(self.rollouts, key=lambda rollout: rollout.group)]
+        groups = self._groups()
         return [(group[0].prompt_token_ids, [rollout.output_token_ids for rollout in group]) for group in groups]
+
+    def routes(self) -> list[list[RoutedExperts | None]] | None:
+        """The experts to replay, for :meth:`sequences`; None where there are none."""
+        if all(rollout.routes is None for rollout in self.rollouts):
+            return None
+        return [[rollout.routes for rollout in group] for group in self._groups()]
+
+    def _groups(self) -> list[list[Rollout]]:
+        def shared(rollout: Rollout) -> tuple[int, bytes]:
+            """A prompt's experts depend on the weights it was computed by last."""
+            prompt = rollout.routes.part(0, len(rollout.prompt_token_ids)).data if rollout.routes else b""
+            return rollout.group, bytes(prompt)
+
+        return [list(group) for _, group in itertools.groupby(self.rollouts, key=shared)]

@@ -108,6 +108,9 @@ class SamplingFields(Body):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     return_sampling_mask: bool | None = None
+    return_routed_experts: bool | None = None
+    """By default the server's."""
+    routed_experts_prompt_start: Annotated[StrictInt, Field(ge=0), _WHOLE] | None = None
     logprobs_mode: LogprobsMode | None = None
     """By default the server's."""
 
@@ -139,9 +142,12 @@ class SamplingFields(Body):
                 "skip_special_tokens",
                 "prompt_logprobs",
                 "return_sampling_mask",
+                "return_routed_experts",
+                "routed_experts_prompt_start",
             )
             if (value := getattr(self, name)) is not None
         }
+        given.setdefault("return_routed_experts", settings.enable_return_routed_experts)
         for name in ("stop", "stop_token_ids"):
             if name in given:
                 given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])

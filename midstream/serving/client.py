@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
+import io
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from midstream.errors import (
     Conflict,
@@ -26,6 +30,7 @@ from midstream.types import (
     Logprob,
     PauseMode,
     RequestOutput,
+    RoutedExperts,
     SamplingParams,
     WeightVersionSpan,
 )
@@ -401,6 +406,14 @@ def _candidates(entries: dict[str, Any] | None) -> dict[int, Logprob] | None:
     return {int(t): Logprob(e["logprob"], e.get("rank"), e.get("decoded_token")) for t, e in entries.items()}
 
 
+def _routed_experts(npy: str | None, start: int) -> RoutedExperts | None:
+    if npy is None:
+        return None
+    ids = np.load(io.BytesIO(base64.b64decode(npy)), allow_pickle=False)
+    _, num_layers, top_k = ids.shape
+    return RoutedExperts(start, num_layers, top_k, bytearray(ids.astype("<u2").tobytes()))
+
+
 def _completion(choice: dict[str, Any], params: SamplingParams) -> CompletionOutput:
     content, details = choice["logprobs"]["content"], choice["details"]
     kept = choice.get("kv_versions")
@@ -421,6 +434,7 @@ def _completion(choice: dict[str, Any], params: SamplingParams) -> CompletionOut
         kv_versions=None if kept is None else [(one["number"], one["start"], one["end"]) for one in kept],
         seed=choice["seed"],
         sampling_mask=choice.get("sampling_mask"),
+        routed_experts=_routed_experts(choice.get("routed_experts"), params.routed_experts_prompt_start),
         num_cached_tokens=details["num_cached_tokens"],
         num_reprefilled_tokens=details["num_reprefilled_tokens"],
         num_preemptions=details["num_preemptions"],

@@ -105,6 +105,12 @@ class OutputBuilder:
                 out.logprobs.append(self._entry(token.token_id, logprob, token.rank, token.top))
             if out.sampling_mask is not None:
                 out.sampling_mask.append(token.kept or [])
+        if (routes := increment.routes) is not None:
+            routes = routes.part(self._params.routed_experts_prompt_start)
+            if out.routed_experts is None:
+                out.routed_experts = routes
+            else:
+                out.routed_experts.put(routes)
         out.weight_versions = increment.weight_versions
         out.kv_versions = increment.kv_versions
         out.seed = increment.seed
@@ -163,6 +169,8 @@ class OutputBuilder:
         for per_token in (out.token_ids, out.token_logprobs, out.processed_logprobs, out.logprobs, out.sampling_mask):
             if per_token is not None:
                 del per_token[num_tokens:]
+        if out.routed_experts is not None:
+            out.routed_experts = out.routed_experts.part(0, len(self.output.prompt_token_ids) + num_tokens - 1)
         out.weight_versions = [
             WeightVersionSpan(span.version, span.number, span.start, min(span.end, num_tokens))
             for span in out.weight_versions

@@ -31,6 +31,8 @@ class ServerSettings:
     """Serve control routes without a token on an address that others can reach."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """Of which distribution answers give logprobs: the model's (raw), or the one sampled from (processed)."""
+    enable_return_routed_experts: bool = False
+    """Answers say which experts served each token, unless a request says otherwise. The model must have experts."""
     max_body_bytes: int = 8 << 20
     """A longer request body is refused: everybody waits while one is parsed."""
     max_concurrency: int = 1024

@@ -5,11 +5,15 @@ A token is named twice wherever a shape has room: "token": "token_id:N" or its t
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from midstream.types import CompletionOutput, Logprob, RequestOutput, WeightVersionSpan
+import numpy as np
+
+from midstream.types import CompletionOutput, Logprob, RequestOutput, RoutedExperts, WeightVersionSpan
 
 _FLOOR = -9999.0
 """What an infinite or undefined logprob is on the wire: JSON has neither."""
@@ -120,7 +124,16 @@ def record(out: CompletionOutput) -> dict[str, Any]:
     found: dict[str, Any] = {"finish_reason": out.finish_reason, "stop_reason": out.stop_reason, "seed": out.seed}
     if out.kv_versions is not None:
         found["kv_versions"] = [{"number": n, "start": start, "end": end} for n, start, end in out.kv_versions]
+    if out.routed_experts is not None:
+        found["routed_experts"] = routed_experts(out.routed_experts)
     return found
+
+
+def routed_experts(routes: RoutedExperts) -> str:
+    """A .npy in base64: uint16 [tokens, MoE layers, k]."""
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(routes.data, "<u2").reshape(-1, routes.num_layers, routes.top_k))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def details(out: CompletionOutput) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,16 @@ def digest(tensor: Tensor) -> str:
 
     Reads a contiguous CPU tensor in place, and lets other Python threads run meanwhile.
     """
-    value = hashlib.sha256(f"{dtype_name(tensor.dtype)} {list(tensor.shape)}\n".encode())
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    if flat.numel():
-        value.update(flat.view(torch.uint8).numpy().data)
+    return digest_of_parts(tensor.dtype, tensor.shape, (tensor,))
+
+
+def digest_of_parts(dtype: torch.dtype, shape: Sequence[int], parts: Iterable[Tensor]) -> str:
+    """:func:`digest` of a tensor that is given in pieces, in the order of its elements."""
+    value = hashlib.sha256(f"{dtype_name(dtype)} {list(shape)}\n".encode())
+    for part in parts:
+        flat = part.detach().cpu().contiguous().view(-1)
+        if flat.numel():
+            value.update(flat.view(torch.uint8).numpy().data)
     return value.hexdigest()
 
 

@@ -36,18 +36,21 @@ class SessionState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor that has been staged: its digest in the dtype the engine holds it in, and the bytes that arrived."""
+    """A tensor that has been staged: its digest in the dtype the engine holds it in, and the bytes that arrived. One
+    that the engine holds as several has them as ``parts``."""
 
     name: str
     digest: str
     nbytes: int
+    parts: tuple[TensorRecord, ...] = ()
 
 
 class UpdateSession:
     """The state of the engine's one weight update, and the digests of the weights it serves.
 
     ``params`` is every tensor the engine holds, by checkpoint name; ``tied`` maps an alias to the name that owns the
-    storage, and either name fills it. ``held_digests`` has the digest of every tensor served (aliases may be left
+    storage, and either name fills it; ``fused``, to the ones it is cut into: they may arrive as this one tensor, which
+    is in ``params`` too. ``held_digests`` has the digest of every tensor served (aliases may be left
     out). A failed call of any kind leaves the digests held as they were.
     """
 
@@ -57,6 +60,7 @@ class UpdateSession:
         tied: Mapping[str, str],
         lease_s: float,
         held_digests: Mapping[str, str],
+        fused: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.lease_s = lease_s
         self.state = SessionState.IDLE
@@ -65,9 +69,9 @@ class UpdateSession:
         """Why the last update was aborted."""
         self.mode: UpdateMode = "full"
         self.cast: CastPolicy = "deny"
-        self._tied = dict(tied)
+        self._tied, self._fused = dict(tied), dict(fused or {})
         self._metas = {**params, **{alias: params[owner] for alias, owner in tied.items()}}
-        self._owners = [name for name in params if name not in tied]
+        self._owners = [name for name in params if name not in tied and name not in self._fused]
         self._held = {self.owner(name): digest for name, digest in held_digests.items()}
         self._manifest: dict[str, str] | None = None
         self._received: dict[str, TensorRecord] = {}
@@ -95,12 +99,13 @@ class UpdateSession:
     @property
     def new_digests(self) -> dict[str, str]:
         """``held_digests`` as it will be once this update is committed; known after ``verify``."""
-        return {**self._held, **{self.owner(name): record.digest for name, record in self._received.items()}}
+        received = {self.owner(n): record.digest for n, record in self._received.items() if n not in self._fused}
+        return {**self._held, **received}
 
     def summary(self) -> dict[str, int]:
         """Of the open update: tensors it fills, tensors the engine holds, bytes received (a retry counts once)."""
         return {
-            "updated": len({self.owner(name) for name in self._received}),
+            "updated": len({self.owner(name) for name in self._received if name not in self._fused}),
             "of": len(self._owners),
             "bytes": sum(record.nbytes for record in self._received.values()),
         }
@@ -191,7 +196,7 @@ class UpdateSession:
         """
         self.require_open()
         received, changed = dict(self._received), []
-        for record in records:
+        for record in (one for whole in records for one in (whole, *whole.parts)):
             if received.setdefault(record.name, record).digest != record.digest:
                 changed.append(record.name)
         if changed:
@@ -277,6 +282,8 @@ class UpdateSession:
         by_owner: dict[str, set[str]] = {}
         for name, digest in listed.items():
             by_owner.setdefault(self.owner(name), set()).add(digest)
+            for part in self._fused.get(name, ()):
+                by_owner.setdefault(part, set())
         bad: dict[str, str] = {}
         for name, count in Counter(data["names"]).items():
             if count > 1:
