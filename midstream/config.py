@@ -12,6 +12,7 @@ from midstream.errors import InvalidInput
 DType = Literal["auto", "float32", "bfloat16"]
 UpdateMode = Literal["full", "partial"]
 CastPolicy = Literal["deny", "allow"]
+DPVote = Literal["step", "interval"]
 
 
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -83,6 +84,17 @@ class EngineConfig:
     """Share the KV of equal prefixes under the same weight version."""
     num_threads: int | None = None
     """Torch threads of the engine process; by default torch's choice."""
+    data_parallel_size: int = 1
+    """Engine processes, each with a whole model, or, with enable_expert_parallel, with its share of the experts."""
+    enable_expert_parallel: bool = False
+    """Spread the experts of a MoE model over the data-parallel ranks, which then step together."""
+    dp_vote: DPVote = "step"
+    """When ranks that step together agree on pauses and commits: before every step, or before every
+    dp_sync_interval-th."""
+    dp_sync_interval: int = 32
+    """Steps between two votes with dp_vote interval."""
+    dp_timeout_s: float = 60.0
+    """A rank that is silent for this long in what all ranks do together is lost, and its group ends."""
     weight_transfer_backend: str = "ipc"
     """Registered name, or module:Class, of the WeightTransferEngine; a class is taken as its module:Class."""
     default_update_mode: UpdateMode = "full"
@@ -101,22 +113,29 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
+        for name in (
+            *("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"),
+            *("data_parallel_size", "dp_sync_interval"),
+        ):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("num_blocks", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {value}")
-        for name, allowed in (("default_update_mode", UpdateMode), ("default_cast", CastPolicy)):
+        for name, allowed in (
+            *(("default_update_mode", UpdateMode), ("default_cast", CastPolicy)),
+            ("dp_vote", DPVote),
+        ):
             if getattr(self, name) not in get_args(allowed):
                 raise InvalidInput(f"{name} must be {' or '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidInput(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.block_size % 16:
             raise InvalidInput(f"block_size must be a multiple of 16, got {self.block_size}")
-        if not self.update_lease_s > 0:
-            raise InvalidInput(f"update_lease_s must be positive, got {self.update_lease_s}")
+        for name in ("update_lease_s", "dp_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{name} must be positive, got {getattr(self, name)}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

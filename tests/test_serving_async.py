@@ -330,14 +330,14 @@ def test_the_core_killed_every_stream_and_call_is_told(model: pathlib.Path) -> N
     async def body() -> None:
         llm = AsyncLLM(str(model), **OPTIONS)
         await llm.start()
-        directory = pathlib.Path(llm._process.address.removeprefix("ipc://")).parent
+        directory = pathlib.Path(llm._ranks[0].process.address.removeprefix("ipc://")).parent
         assert directory.is_dir()
         tasks = [asyncio.create_task(collect(llm, [5, i], LONG, request_id=f"r{i}")) for i in range(4)]
         await asyncio.sleep(0)
         await tokens_of(llm, "r0", 2)
         tasks.append(asyncio.create_task(llm.pause_generation("wait")))  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        os.kill(llm._process.pid, signal.SIGKILL)
+        os.kill(llm._ranks[0].process.pid, signal.SIGKILL)
         start = time.monotonic()
         for _ in range(10):  # calls made before the death is known
             tasks.append(asyncio.create_task(llm.status()))  # type: ignore[arg-type]
@@ -364,7 +364,7 @@ def test_close_ends_what_is_open_and_leaves_nothing(model: pathlib.Path, tmp_pat
             log.unlink(missing_ok=True)
             llm = AsyncLLM(str(model), step_log=str(log), **OPTIONS)
             await llm.start()
-            process, directory = llm._process, pathlib.Path(llm._process.address.removeprefix("ipc://")).parent
+            process, directory = llm._ranks[0].process, pathlib.Path(llm._ranks[0].process.address.removeprefix("ipc://")).parent
             held = asyncio.create_task(collect(llm, [5, 6], LONG, request_id="held"))
             await asyncio.sleep(0)
             await tokens_of(llm, "held", 40)
@@ -441,7 +441,7 @@ async def main():
     await llm.start()
     params = SamplingParams(max_tokens=480, ignore_eos=True, detokenize=False)
     async for _ in llm.generate([5, 6], params):
-        print(llm._process.pid, llm._process.address, flush=True)
+        print(llm._ranks[0].process.pid, llm._ranks[0].process.address, flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -485,7 +485,7 @@ def test_two_engines_in_one_process(model: pathlib.Path, tmp_path: pathlib.Path)
             await a.pause_generation("keep")
             assert await a.is_paused() and not await b.is_paused()
             assert len((await collect(b, [9])).outputs[0].token_ids) == 24
-            os.kill(a._process.pid, signal.SIGKILL)
+            os.kill(a._ranks[0].process.pid, signal.SIGKILL)
             assert len((await collect(b, [9])).outputs[0].token_ids) == 24
             with pytest.raises(EngineDead):
                 await a.resume_generation()

@@ -45,7 +45,7 @@ def test_streams_beside_updates_and_clients_that_vanish(server: Served, tmp_path
 
 def test_case_117_nothing_is_left_of_cycles_of_updates_requests_and_clients_that_vanish(server: Served) -> None:
     """40 short cycles: tables, file descriptors and threads of both processes are what they were, to the last one."""
-    engine = Processes(server.server.front.llm._process.pid)
+    engine = Processes(server.server.front.llm._ranks[0].process.pid)
 
     async def body() -> None:
         load = Load(server.url)

@@ -553,7 +553,7 @@ def test_case_026_a_trainer_that_was_killed_is_followed_by_another(models: pathl
                     await update
                     await c.post("/finish_weight_update")
                 assert await c.generate() == expected[(round_ + 1) % 2]
-                sizes.append((size_of(c.llm._process.pid), size_of("self")))
+                sizes.append((size_of(c.llm._ranks[0].process.pid), size_of("self")))
             assert len(set(sizes[3:])) == 1, sizes
 
     run(body())

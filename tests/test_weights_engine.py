@@ -296,7 +296,7 @@ def test_case_040_two_hundred_updates_leave_both_sides_flat(background: Any) -> 
             trainer.send_weights(manifest=False)
         gc.collect()
         found = []
-        for pid in (os.getpid(), engine.llm._process.pid):
+        for pid in (os.getpid(), engine.llm._ranks[0].process.pid):
             rss = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             threads = len(os.listdir(f"/proc/{pid}/task"))
             found.append((len(os.listdir(f"/proc/{pid}/fd")), threads, rss))
@@ -610,7 +610,7 @@ def test_the_core_killed_in_the_middle_of_an_update_is_told_to_the_trainer(backg
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for index, pair in enumerate(super().__iter__()):
                 if index == 6:
-                    os.kill(engine.llm._process.pid, 9)
+                    os.kill(engine.llm._ranks[0].process.pid, 9)
                 yield pair
 
     trainer = connect(engine.client, W1)

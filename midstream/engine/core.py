@@ -3,6 +3,9 @@
     ┌─▶ finished staging jobs ─▶ protocol.boundary ─▶ actions ─▶ time limits ─▶ one step (if allowed) ─▶ outputs ─┐
     └───────────────────────────────── commands (add, abort, verbs) between two turns ◀──────────────────────────┘
 
+In a lockstep group the boundary is a vote, and a step is one of all ranks: with an empty batch where there is nothing.
+A replica of several says when it is due, and its boundary comes with the group's answer.
+
 ``protocol`` decides pauses and commits, ``scheduler`` owns the requests, ``session`` the update, ``worker`` weights
 and memory. The core carries messages between them and keeps the clock.
 """
@@ -21,17 +24,17 @@ from typing import IO, Any, cast
 
 from midstream.config import EngineConfig, check_type
 from midstream.engine import protocol as p
+from midstream.engine.data_parallel import Lockstep
 from midstream.engine.grammar import GrammarCompiler
 from midstream.engine.pauses import Pauses
 from midstream.engine.scheduler import Scheduler
 from midstream.engine.sleep import Sleep
 from midstream.engine.updates import WeightUpdates
-from midstream.engine.vote import StepFacts
+from midstream.engine.vote import StepFacts, verdict
 from midstream.engine.worker import Worker
 from midstream.errors import Conflict, InvalidInput, MidstreamError
 from midstream.kv.block_pool import BlockPool
 from midstream.ops.numerics import difference
-from midstream.parallel.groups import Group
 from midstream.types import (
     FinishReason,
     Request,
@@ -55,16 +58,23 @@ class CoreOutputs:
     """(parent id, why): requests ended by an error of a step, or whose grammar does not compile; nothing more comes
     for them."""
     replies: list[p.Reply | p.Fail] = field(default_factory=list)
+    prepared: list[Any] = field(default_factory=list)
+    """Calls whose update this rank of several could commit now."""
+    due: int | None = None
+    """This replica of several could settle its open call, at this position of the log."""
 
 
 class EngineCore:
     """Owns everything of one engine. Not thread-safe: one caller, who alternates commands and :meth:`step`."""
 
     def __init__(
-        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, experts: Group | None = None
+        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, lockstep: Lockstep | None = None
     ) -> None:
+        """``lockstep``: this rank's ties to its group; with data_parallel_size over 1 and none, it is a replica."""
         self.config = config
-        self.worker = Worker(config, wake, experts)
+        self._lockstep = lockstep
+        self.is_one_of_many = config.data_parallel_size > 1
+        self.worker = Worker(config, wake, lockstep and lockstep.experts)
         digests = self.worker.digests
         version = WeightVersion(0, config.initial_version, weights_id(digests))
         pool = BlockPool(self.worker.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -77,8 +87,11 @@ class EngineCore:
         )
         model = self.worker.model_config
         self.grammars = GrammarCompiler(model.vocab_size, model.eos_token_ids, wake)
-        self.protocol = p.Protocol()
+        self.protocol = p.Protocol(config.dp_sync_interval if lockstep and config.dp_vote == "interval" else 1)
         self.outputs = CoreOutputs()
+        self.is_over = False
+        """All ranks have taken the shutdown: there is no next turn."""
+        self._said_due = -1
         self.num_steps = 0
         self._once_paused: dict[Any, Callable[[], None]] = {}
         self._is_checked = True
@@ -89,6 +102,9 @@ class EngineCore:
         self.sleep = Sleep(self)
         self._verbs: dict[str, Callable[..., None]] = {
             "pause_generation": self.pauses.pause,
+            "pause": self.pauses.pause,
+            "resume": self.pauses.resume,
+            "pause_timed_out": self.pauses.timed_out,
             "resume_generation": self.pauses.resume,
             "is_paused": lambda op: self.reply(op, {"is_paused": self.is_paused}),
             "sleep": self.sleep.sleep,
@@ -98,6 +114,9 @@ class EngineCore:
             "start_weight_update": self.updates.start,
             "update_weights": self.updates.update,
             "finish_weight_update": self.updates.finish,
+            "finish": self.updates.all_prepared,
+            "cancel": self.updates.cancel,
+            "shutdown": lambda op: self.act(self.protocol.shutdown(op)),
             "abort_weight_update": self.updates.abort,
             "shutdown_weight_transfer_engine": self.updates.shutdown_transfer,
             "update_weight_version": self.updates.relabel,
@@ -187,8 +206,11 @@ class EngineCore:
         self._report(ended)
         return len(ended)
 
-    def call(self, op: int, verb: str, arguments: dict[str, Any]) -> None:
-        """Take a verb; its one Reply or Fail comes in ``outputs``, now or after later turns."""
+    def call(self, op: int, verb: str, arguments: dict[str, Any], position: int | None = None) -> None:
+        """Take a verb; its one Reply or Fail comes in ``outputs``, now or after later turns. ``position``: its place in
+        the log of the group."""
+        if position is not None:
+            self.protocol.take(position)
         try:
             handler = self._verbs.get(verb)
             if handler is None:
@@ -217,6 +239,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """The next turn has something to do: staging results to take, or a step to run."""
+        if self._lockstep is not None and self.protocol.turn(self._facts()) != "idle":
+            return True
         return bool(self.worker.completed) or (self.may_step and self.scheduler.has_ready)
 
     @property
@@ -237,15 +261,57 @@ class EngineCore:
         """One turn: settle what is due between two steps, then run one step if there is one. True if a step ran."""
         self.worker.settle()
         self._settle_grammars()
-        # Without weights nothing can progress before the commit that brings them.
-        progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
-        self.act(self.protocol.boundary(StepFacts(len(self.scheduler.live), progressed)))
+        if self._lockstep is not None:
+            return self._step_together(self._lockstep)
+        if not self.is_one_of_many:
+            self.act(self.protocol.boundary(self._facts()))
+        elif (due := self.protocol.due(self._facts())) is not None and due != self._said_due:
+            self._said_due = self.outputs.due = due
         self._watch_clock()  # after the boundary: what is complete now is not late
         if not self.may_step or not self.scheduler.has_ready:
-            if not self.scheduler.has_unfinished and not self._is_checked:
-                self.scheduler.check_integrity()
-                self._is_checked = True
+            self._check_idle()
             return False
+        return self._run()
+
+    def agree(self, position: int) -> None:
+        """All replicas were due at ``position``."""
+        self.act(self.protocol.agree(position))
+
+    def _step_together(self, group: Lockstep) -> bool:
+        """One turn in a lockstep group: vote where a vote is due, and take part in the step that follows from it."""
+        facts = self._facts()
+        turn = self.protocol.turn(facts)
+        self._watch_clock()
+        if turn == "wake":
+            group.wake(self.protocol.wave)
+        if turn in ("wake", "vote"):
+            actions, outcome = self.protocol.conclude(verdict(group.exchange(self.protocol.vote(facts))))
+            self.act(actions)
+            self.is_over = outcome == "stop"
+            if outcome != "step":
+                return False
+        elif turn == "idle":
+            self._check_idle()
+            return False
+        if not (self.may_step and self.scheduler.has_ready and self._run()):
+            self.worker.execute_empty()
+            self.num_steps += 1
+        self.protocol.stepped()
+        return True
+
+    def _facts(self) -> StepFacts:
+        # Without weights nothing can progress before the commit that brings them.
+        progressed = self.sleep.weights_lost or self.scheduler.oldest_has_progressed()
+        has_ready = self.sleep.may_step and self.scheduler.has_ready
+        return StepFacts(len(self.scheduler.live), progressed, has_ready, self.scheduler.version.number)
+
+    def _check_idle(self) -> None:
+        if not self.scheduler.has_unfinished and not self._is_checked:
+            self.scheduler.check_integrity()
+            self._is_checked = True
+
+    def _run(self) -> bool:
+        """Plan and run a step. False if there was nothing to plan."""
         self._is_checked = False
         start = time.monotonic()
         plan = self.scheduler.schedule()

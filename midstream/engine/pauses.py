@@ -66,8 +66,14 @@ class Pauses:
         self.is_of_sleep = False
         self._core.act(actions)
 
-    def resume(self, op: int, owner: str | None = None, force: bool = False) -> None:
-        if not force:
+    def timed_out(self, op: int, of: Any) -> None:
+        """The clock of the group ended the wait of the pause ``of``."""
+        self._core.act(self._core.protocol.pause_timed_out(of, self._still_running()))
+        self._core.reply(op, {})
+
+    def resume(self, op: int, owner: str | None = None, force: bool = False, lease_of: int | None = None) -> None:
+        """``lease_of``: the lease of that pause has ended."""
+        if not force and lease_of is None:
             self._check_owner(owner, "resume")
         self._core.sleep.require_awake()
         self._core.act(self._core.protocol.resume(op))
@@ -93,11 +99,14 @@ class Pauses:
         """Time limits that have come to their end."""
         core = self._core
         for op in [op for op, deadline in self._deadlines.items() if now >= deadline]:
-            live = list(core.scheduler.live)
-            shown = ", ".join(live[:5]) + (f" and {len(live) - 5} more" if len(live) > 5 else "")
-            core.act(core.protocol.pause_timed_out(op, f"{len(live)} requests still run ({shown})"))
+            core.act(core.protocol.pause_timed_out(op, self._still_running()))
         if self._lease_until is not None and now >= self._lease_until and not core.sleep.is_deep:
             self.undo()
+
+    def _still_running(self) -> str:
+        live = list(self._core.scheduler.live)
+        shown = ", ".join(live[:5]) + (f" and {len(live) - 5} more" if len(live) > 5 else "")
+        return f"{len(live)} requests still run ({shown})"
 
     def undo(self) -> None:
         """Resume for the engine's own reasons: nobody waits for the answer."""

@@ -7,6 +7,7 @@ ends with its parent: its standard input is a pipe whose other end only the pare
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -20,18 +21,22 @@ import zmq
 
 from midstream.config import EngineConfig
 from midstream.engine.protocol import Fail, Reply
-from midstream.errors import InvalidInput, MidstreamError, to_wire
+from midstream.errors import InvalidInput, MidstreamError, from_wire, to_wire
 from midstream.types import RequestIncrement, SamplingParams
 
 _IDLE_POLL_MS = 1000
 _WAITING_POLL_MS = 20
+_AGAIN_POLL_MS = 1
 
 
 class Start(msgspec.Struct, tag=True):
-    """First message to the core. ``path``: the parent's sys.path, for a user's own transfer engine."""
+    """First message to the core. ``path``: the parent's sys.path, for a user's own transfer engine. ``rank``: which of
+    config.data_parallel_size; ``meeting``: where the ranks of a lockstep group meet, None for a replica."""
 
     config: EngineConfig
     path: list[str]
+    rank: int = 0
+    meeting: str | None = None
 
 
 class Add(msgspec.Struct, tag=True):
@@ -50,13 +55,33 @@ class Call(msgspec.Struct, tag=True):
     op: int
     verb: str
     arguments: dict[str, Any]
+    position: int | None = None
+    """In the log of the group."""
+
+
+class StartWave(msgspec.Struct, tag=True):
+    """START_DP_WAVE: another rank has work in this wave."""
+
+    wave: int
+
+
+class Agreed(msgspec.Struct, tag=True):
+    """All replicas were due at this position of the log."""
+
+    position: int
+
+
+class Lost(msgspec.Struct, tag=True):
+    """The group is over: end with this error."""
+
+    error: dict[str, Any]
 
 
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
 
-ToCore = Start | Add | Abort | Call | Shutdown
+ToCore = Start | Add | Abort | Call | StartWave | Agreed | Lost | Shutdown
 
 
 class Answer(msgspec.Struct):
@@ -84,9 +109,19 @@ class Outputs(msgspec.Struct, tag=True):
     answers: list[Answer]
     refused: list[tuple[str, dict[str, Any]]]
     """(request id, error): refused at add, or ended by a step that failed."""
+    prepared: list[int] = []
+    """Calls whose update this rank of several could commit."""
+    due: int | None = None
+    """Position of the log at which this replica of several could settle its open call."""
 
 
-FromCore = Ready | Failed | Outputs
+class Wake(msgspec.Struct, tag=True):
+    """This rank has work in this wave: send START_DP_WAVE to the others."""
+
+    wave: int
+
+
+FromCore = Ready | Failed | Outputs | Wake
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -102,11 +137,11 @@ from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 class EngineProcess:
     """The parent's half: starts the child, owns the socket's address and the child's life."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, meeting: str | None = None) -> None:
         # A directory of mode 0700: only this user can reach the socket.
         self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
         self.address = f"ipc://{self._directory.name}/core"
-        self.start_message = encode(Start(config, [p for p in sys.path if p] + [os.getcwd()]))
+        self.start_message = encode(Start(config, [p for p in sys.path if p] + [os.getcwd()], rank, meeting))
         self._child: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -190,9 +225,15 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     if start.config.num_threads:
         torch.set_num_threads(start.config.num_threads)
     from midstream.engine.core import EngineCore
+    from midstream.engine.data_parallel import Lockstep, Place
 
+    faulthandler.register(signal.SIGUSR1)  # the parent asks where a rank is that has fallen silent
+    group = None
+    if start.meeting is not None:
+        place = Place(start.rank, start.config.data_parallel_size, start.meeting)
+        group = Lockstep(place, start.config.dp_timeout_s, lambda wave: socket.send(encode(Wake(wave))))
     wake = os.eventfd(0, os.EFD_NONBLOCK)
-    core = EngineCore(start.config, wake=lambda: os.eventfd_write(wake, 1))
+    core = EngineCore(start.config, lambda: os.eventfd_write(wake, 1), group)
     socket.send(encode(Ready(core.status())))
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
@@ -212,17 +253,30 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                         core.outputs.failed.append((request_id, error))
                 case Abort(request_ids):
                     core.abort(request_ids)
-                case Call(op, verb, arguments):
-                    core.call(op, verb, arguments)
+                case Call(op, verb, arguments, position):
+                    core.call(op, verb, arguments, position)
+                case StartWave(wave):
+                    core.protocol.start_wave(wave)
+                case Agreed(position):
+                    core.agree(position)
+                case Lost(error):
+                    raise from_wire(error)
                 case Shutdown():
                     core.close()
                     return
         ran = core.step()
         outputs = core.take_outputs()
-        if outputs.increments or outputs.failed or outputs.replies:
+        if outputs.increments or outputs.failed or outputs.replies or outputs.prepared or outputs.due is not None:
             refused = [(request_id, to_wire(error)) for request_id, error in outputs.failed]
-            socket.send(encode(Outputs(outputs.increments, [_answer(reply) for reply in outputs.replies], refused)))
-        if not ran and not core.has_work:
+            answers = [_answer(reply) for reply in outputs.replies]
+            socket.send(encode(Outputs(outputs.increments, answers, refused, outputs.prepared, outputs.due)))
+        if core.is_over:
+            core.close()
+            return
+        if not ran and core.has_work:
+            if group is not None:
+                socket.poll(_AGAIN_POLL_MS)  # a vote that did not agree: another message is on its way
+        elif not ran:
             for ready, _ in poller.poll(_WAITING_POLL_MS if core.is_waiting else _IDLE_POLL_MS):
                 if ready == wake:
                     with contextlib.suppress(BlockingIOError):

@@ -273,6 +273,22 @@ class WeightUpdates:
         if finishing.only_paused and not self._core.protocol.is_paused:
             why = "the pause was undone before the weights were reset"
             return self._drop(why, answer=Conflict(f"{why}: nothing was changed"))
+        if self._core.is_one_of_many:
+            self._core.outputs.prepared.append(finishing.op)  # goes on once all ranks have said so
+        else:
+            self.all_prepared(finishing.op)
+
+    def cancel(self, op: int, of: int, reason: str) -> None:
+        """The update that call ``of`` prepared here, or prepares, will not be committed anywhere."""
+        if self._finishing is not None and self._finishing.op == of:
+            self._drop(reason)
+        self._core.reply(op, {})
+
+    def all_prepared(self, op: int) -> None:
+        """Every rank could commit what call ``op`` finishes: the protocol says when."""
+        finishing = self._finishing
+        if finishing is None or finishing.op != op:
+            return  # dropped meanwhile, and answered
         try:
             self._core.act(self._core.protocol.finish_update(finishing.op, finishing.kv_policy))
         except MidstreamError as error:

@@ -1,4 +1,8 @@
-"""AsyncLLM: the engine core in its own process, driven from asyncio. Streams, pause, and the weight verbs."""
+"""AsyncLLM: the engine core in its own process, driven from asyncio. Streams, pause, and the weight verbs.
+
+With data_parallel_size over 1 there are several such processes. A request goes to one of them; what is asked of the
+engine goes through the coordinator to all, and comes back as one answer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import signal
+import tempfile
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
@@ -15,22 +22,28 @@ import zmq
 import zmq.asyncio
 
 from midstream.config import EngineConfig
+from midstream.engine import coordinator as group
 from midstream.engine.process import (
     Abort,
     Add,
+    Agreed,
     Call,
     EngineProcess,
     Failed,
+    Lost,
     Outputs,
     Ready,
     Shutdown,
+    StartWave,
     ToCore,
+    Wake,
     encode,
     from_core_decoder,
 )
-from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire
+from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire, to_wire
 from midstream.models.hub import located
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
+from midstream.serving.router import Router
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
 
@@ -43,12 +56,13 @@ _PAUSE_TIMEOUT_S = 15.0
 
 
 class _Stream:
-    """One request's place in the front end: its output so far, and who hears of news."""
+    """One request's place in the front end: its output so far, where it runs, and who hears of news."""
 
-    __slots__ = ("builder", "error", "news", "on_news")
+    __slots__ = ("builder", "error", "news", "on_news", "rank")
 
-    def __init__(self, builder: OutputBuilder) -> None:
+    def __init__(self, builder: OutputBuilder, rank: int) -> None:
         self.builder = builder
+        self.rank = rank
         self.news = asyncio.Event()
         self.on_news: Callable[[RequestOutput], None] | None = None
         """Told instead of ``news`` of every change but the last."""
@@ -70,6 +84,22 @@ class _Stream:
             raise self.error
 
 
+class _Rank:
+    """One engine process and the socket to it."""
+
+    def __init__(self, process: EngineProcess, context: zmq.asyncio.Context) -> None:
+        self.process = process
+        self.socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(process.address)
+        process.launch()
+        self.pidfd = os.pidfd_open(process.pid)
+        self.reader: asyncio.Task[None] | None = None
+        self.status: dict[str, Any] | None = None
+        """Its first one, once it serves."""
+
+
 class AsyncLLM:
     """``async with AsyncLLM(model=…) as llm`` or ``llm = AsyncLLM(…); await llm.start()``; close with ``aclose()``.
 
@@ -80,7 +110,12 @@ class AsyncLLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = located(EngineConfig.from_options({"model": model, **options}))
         self.text = Text(self.config.tokenizer or self.config.model)
-        self._process = EngineProcess(self.config)
+        self._ranks: list[_Rank] = []
+        self._router = Router(self.config.data_parallel_size)
+        self._coordinator: group.Coordinator | None = None
+        """Of several ranks."""
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._clock: asyncio.TimerHandle | None = None
         self._streams: dict[str, _Stream] = {}
         self._leaving: dict[str, _Stream] = {}
         """Streams whose reader has left, until the core has said the last word on them."""
@@ -91,10 +126,7 @@ class AsyncLLM:
         self.ended = asyncio.Event()
         """Set once the engine is gone, closed or dead."""
         self._started: asyncio.Future[dict[str, Any]] | None = None
-        self._reader: asyncio.Task[None] | None = None
         self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._pidfd = -1
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -105,15 +137,11 @@ class AsyncLLM:
             loop = asyncio.get_running_loop()
             self._started = loop.create_future()
             self._context = zmq.asyncio.Context()
-            self._socket = self._context.socket(zmq.PAIR)
-            self._socket.set_hwm(0)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.bind(self._process.address)
-            self._process.launch()
-            self._pidfd = os.pidfd_open(self._process.pid)
-            loop.add_reader(self._pidfd, self._process_ended)
-            self._reader = loop.create_task(self._read())
-            self._post(self._process.start_message)
+            for rank, process in enumerate(self._processes()):
+                self._ranks.append(_Rank(process, self._context))
+                loop.add_reader(self._ranks[rank].pidfd, self._process_ended, rank)
+                self._ranks[rank].reader = loop.create_task(self._read(rank))
+                self._post(rank, process.start_message)
         try:
             return await asyncio.wait_for(asyncio.shield(self._started), timeout_s)
         except TimeoutError as error:
@@ -123,22 +151,48 @@ class AsyncLLM:
             await self.aclose()
             raise
 
+    def _processes(self) -> list[EngineProcess]:
+        """One for each rank, not started."""
+        config, size = self.config, self.config.data_parallel_size
+        if size == 1:
+            return [EngineProcess(config)]
+        self._coordinator = group.Coordinator(size, lockstep=config.enable_expert_parallel)
+        meeting = None
+        if config.enable_expert_parallel:
+            self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
+            meeting = f"file://{self._directory.name}/meeting"
+        return [EngineProcess(config, rank, meeting) for rank in range(size)]
+
     async def aclose(self) -> None:
         """Shut the core down: every open stream ends with EngineDead. Bounded; may be called twice."""
-        if self._socket is None or self._socket.closed:
+        ranks, self._ranks = self._ranks, []
+        if not ranks:
             return
-        self._post(encode(Shutdown()))
-        self._fail_all(EngineDead("the engine was closed"))
         loop = asyncio.get_running_loop()
-        if self._pidfd >= 0:
-            loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-        await loop.run_in_executor(None, self._process.end)
-        if self._reader:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.close()
+        for rank in ranks:
+            loop.remove_reader(rank.pidfd)
+            os.close(rank.pidfd)
+        is_lockstep = self._coordinator is not None and self._coordinator.lockstep
+        if is_lockstep and self._dead is None:  # they leave together: who left alone would be lost to the others
+            assert self._coordinator is not None
+            sends = self._coordinator.call(_SELF, None, "shutdown", {}, time.monotonic())
+            frames = [(to, _frame(message)) for to, message in sends if isinstance(to, int)]
+        else:
+            frames = [(to, encode(Shutdown())) for to in range(len(ranks))]
+        for to, frame in frames:
+            _send(ranks[to].socket, frame)
+        self._fail_all(EngineDead("the engine was closed"))
+        await asyncio.gather(*(loop.run_in_executor(None, rank.process.end) for rank in ranks))
+        readers = [rank.reader for rank in ranks if rank.reader is not None]
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        for rank in ranks:
+            rank.socket.close()
+        if self._clock is not None:
+            self._clock.cancel()
+        if self._directory is not None:
+            self._directory.cleanup()
         assert self._context is not None
         self._context.term()
 
@@ -158,15 +212,16 @@ class AsyncLLM:
         request_id: str | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        session: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the cumulative output after each step that changed it; the last one has ``finished``.
 
         The object is the same one each time and goes on growing: copy what must not change. Leaving the loop early
-        aborts the request. ``priority``: a lower number is more urgent. Raises EnginePaused (retry later),
-        InvalidInput or EngineDead.
+        aborts the request. ``priority``: a lower number is more urgent. ``session``: with several ranks, all
+        requests of one go to the same. Raises EnginePaused (retry later), InvalidInput or EngineDead.
         """
         params = sampling_params or SamplingParams()
-        async with self._stream(prompt, params, request_id, cache_salt, priority) as stream:
+        async with self._stream(prompt, params, request_id, cache_salt, priority, session) as stream:
             output = stream.builder.output
             while not output.finished:
                 await stream.wait()
@@ -181,17 +236,24 @@ class AsyncLLM:
         request_id: str | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        session: str | None = None,
     ) -> None:
         """:meth:`generate` without a task that wakes for each token: ``on_news`` gets the output after each change of a
         sample, called by the reader of the engine's messages, so it must not raise. Returns when it has finished."""
-        async with self._stream(prompt, params, request_id, cache_salt, priority) as stream:
+        async with self._stream(prompt, params, request_id, cache_salt, priority, session) as stream:
             stream.on_news = (lambda _: None) if params.final_only else on_news
             await stream.wait()
             on_news(stream.builder.output)
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, cache_salt: str, priority: int
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        cache_salt: str,
+        priority: int,
+        session: str | None,
     ) -> AsyncIterator[_Stream]:
         """A request in the engine; aborted where the block is left before its output has finished."""
         if not isinstance(params, SamplingParams):
@@ -213,18 +275,21 @@ class AsyncLLM:
             self._check_alive()
         if request_id in self._streams:
             raise InvalidInput(f"request id {request_id!r} is in use; choose another")
-        stream = _Stream(OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None))
-        self._send(Add(request_id, ids, core_params(params), cache_salt, priority))
+        builder = OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None)
+        stream = _Stream(builder, self._router.pick(session))
+        self._send(stream.rank, Add(request_id, ids, core_params(params), cache_salt, priority))
         self._streams[request_id] = stream
+        self._router.begin(stream.rank, params.n)
         try:
             yield stream
         finally:
             self._streams.pop(request_id, None)
+            self._router.end(stream.rank, params.n)
             if not stream.builder.is_over and stream.error is None and self._dead is None:
                 stream.news.clear()
                 self._leaving[request_id] = stream
                 if not stream.builder.output.finished:  # else a stop text ended it, and it is aborted already
-                    self._post(encode(Abort([request_id])))
+                    self._post(stream.rank, encode(Abort([request_id])))
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
@@ -248,7 +313,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         _check_text(request_id=request_id)
-        self._send(Abort([request_id]))
+        for rank in range(len(self._ranks)):
+            self._send(rank, Abort([request_id]))
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
@@ -336,7 +402,10 @@ class AsyncLLM:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[op] = future
         try:
-            self._send(Call(op, verb, arguments))
+            if self._coordinator is None:
+                self._send(0, Call(op, verb, arguments))
+            else:
+                self._pass_on(self._coordinator.call(_SELF, op, verb.removesuffix("_generation"), arguments, time.monotonic()))
             return await asyncio.wait_for(future, limit_s)
         except TimeoutError as error:
             if isinstance(error, MidstreamError):
@@ -345,36 +414,64 @@ class AsyncLLM:
         finally:
             self._calls.pop(op, None)
 
-    def _send(self, message: ToCore) -> None:
+    def _pass_on(self, sends: list[group.Send]) -> None:
+        """What the coordinator says, to the ranks and to ourselves."""
+        assert self._coordinator is not None
+        for to, message in sends:
+            match message:
+                case group.Answer(call, result):
+                    self._answered(call, result)
+                case group.Lost(error) if isinstance(to, str):
+                    self._fail_all(error)
+                case _ if isinstance(to, int) and self._ranks:
+                    self._post(to, _frame(message))
+        due = self._coordinator.next_deadline
+        if self._clock is not None:
+            self._clock.cancel()
+        self._clock = None
+        if due is not None:
+            left_s = max(due - time.monotonic(), 0.0)
+            self._clock = asyncio.get_running_loop().call_later(left_s, self._tick)
+
+    def _tick(self) -> None:
+        assert self._coordinator is not None
+        self._pass_on(self._coordinator.tick(time.monotonic()))
+
+    def _answered(self, op: int, result: dict[str, Any] | MidstreamError) -> None:
+        future = self._calls.get(op)
+        if future is None or future.done():
+            return
+        if isinstance(result, MidstreamError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _send(self, rank: int, message: ToCore) -> None:
         """Post ``message``. Raises EngineDead, or InvalidInput for what can not be sent."""
         self._check_alive()
         try:
             frame = encode(message)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"a value can not be sent to the engine: {error}") from error
-        self._post(frame)
+        self._post(rank, frame)
 
-    def _post(self, frame: bytes) -> None:
-        """Send without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
-        assert self._socket is not None
-        future = self._socket.send(frame)
-        if future is not None:
-            asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
+    def _post(self, rank: int, frame: bytes) -> None:
+        _send(self._ranks[rank].socket, frame)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    async def _read(self) -> None:
-        assert self._socket is not None
+    async def _read(self, rank: int) -> None:
+        socket = self._ranks[rank].socket
         try:
             while True:
-                self._take(await self._socket.recv())
+                self._take(rank, await socket.recv())
         except Exception as error:  # nobody may wait for a reader that is gone
             self._fail_all(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
             raise
 
-    def _take(self, frame: bytes) -> None:
+    def _take(self, rank: int, frame: bytes) -> None:
         message = from_core_decoder.decode(frame)
         match message:
             case Outputs():
@@ -383,10 +480,10 @@ class AsyncLLM:
                     if stream is not None:
                         try:
                             if (stopped := stream.builder.add(increment)) is not None:
-                                self._post(encode(Abort([stopped])))
+                                self._post(rank, encode(Abort([stopped])))
                         except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
                             stream.error = MidstreamError(f"the output can not be shown: {fault}")
-                            self._post(encode(Abort([increment.parent_id])))
+                            self._post(rank, encode(Abort([increment.parent_id])))
                         stream.tell()
                     elif (left := self._leaving.get(increment.parent_id)) is not None:
                         left.builder.add(increment)
@@ -399,28 +496,54 @@ class AsyncLLM:
                     elif request_id in self._leaving:
                         self._leaving.pop(request_id).news.set()
                 for answer in message.answers:
-                    future = self._calls.get(answer.op)
-                    if future is None or future.done():
-                        continue
-                    if answer.error is not None:
-                        future.set_exception(from_wire(answer.error))
+                    result = (answer.value or {}) if answer.error is None else from_wire(answer.error)
+                    if self._coordinator is None:
+                        self._answered(answer.op, result)
                     else:
-                        future.set_result(answer.value or {})
+                        self._pass_on(self._coordinator.answered(rank, answer.op, result))
+                if self._coordinator is not None:
+                    for op in message.prepared:
+                        self._pass_on(self._coordinator.prepared(rank, op))
+                    if message.due is not None:
+                        self._pass_on(self._coordinator.due(rank, message.due))
+            case Wake(wave):
+                assert self._coordinator is not None
+                self._pass_on(self._coordinator.start_wave(rank, wave))
             case Ready():
-                if self._started is not None and not self._started.done():
-                    self._started.set_result(message.status)
+                self._ranks[rank].status = message.status
+                self._all_ready()
             case Failed():
-                self._fail_all(from_wire(message.error))
+                self._lost(rank, from_wire(message.error))
 
-    def _process_ended(self) -> None:
-        """The core's process is gone: take what it still managed to say, then fail everything that waits."""
+    def _all_ready(self) -> None:
+        statuses = {rank: one.status for rank, one in enumerate(self._ranks) if one.status is not None}
+        if self._started is None or self._started.done() or len(statuses) < len(self._ranks):
+            return
+        if len({status["weights_id"] for status in statuses.values()}) > 1:
+            return self._fail_all(MidstreamError("the ranks loaded different weights: is the checkpoint being written?"))
+        merged = group.merge(dict(statuses)) if len(statuses) > 1 else statuses[0]
+        assert isinstance(merged, dict)
+        self._started.set_result(merged)
+
+    def _lost(self, rank: int, error: MidstreamError) -> None:
+        """A rank is gone, or has said that it goes. The others do not stay behind alone."""
+        if self._coordinator is not None and self._dead is None:
+            for other, one in enumerate(self._ranks):
+                if other != rank and one.process.exit_code is None:
+                    os.kill(one.process.pid, signal.SIGUSR1)  # it says where it is
+            self._pass_on(self._coordinator.rank_lost(rank, error.message))
+        self._fail_all(error)
+
+    def _process_ended(self, rank: int) -> None:
+        """A core's process is gone: take what it still managed to say, then fail everything that waits."""
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._pidfd)
+        loop.remove_reader(self._ranks[rank].pidfd)
+        process = self._ranks[rank].process
 
         async def last_words() -> None:
             await asyncio.sleep(0.05)
-            code = self._process.exit_code
-            self._fail_all(EngineDead(f"the engine process ended (exit code {code}); start a new one"))
+            which = f" of rank {rank}" if self._coordinator else ""
+            self._lost(rank, EngineDead(f"the engine process{which} ended (exit code {process.exit_code}); start a new one"))
 
         self._last_words = loop.create_task(last_words())
 
@@ -435,6 +558,31 @@ class AsyncLLM:
             if future is not None and not future.done():
                 future.set_exception(self._dead)
                 future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
+
+
+_SELF = "front"
+"""Our own name to the coordinator."""
+
+
+def _frame(message: object) -> bytes:
+    """For a rank, of what the coordinator says."""
+    match message:
+        case group.Command(op, verb, arguments, position):
+            return encode(Call(op, verb, arguments, position))
+        case group.StartWave(wave):
+            return encode(StartWave(wave))
+        case group.Agreed(position):
+            return encode(Agreed(position))
+        case group.Lost(error):
+            return encode(Lost(to_wire(error)))
+    raise AssertionError(message)
+
+
+def _send(socket: zmq.asyncio.Socket, frame: bytes) -> None:
+    """Without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
+    future = socket.send(frame)
+    if future is not None:
+        asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _check_text(**values: Any) -> None:
