@@ -209,7 +209,7 @@ class Coordinator:
 
     def _gathered(self, op: int, call: _Open) -> list[Send]:
         """Once every rank has spoken: commit, cancel, or answer."""
-        if not self.ranks <= call.results.keys():
+        if len(call.results) < len(self.ranks) or not self.ranks <= call.results.keys():
             return []
         results = {rank: call.results[rank] for rank in sorted(self.ranks)}
         if all(result is None for result in results.values()):

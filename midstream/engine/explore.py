@@ -21,6 +21,7 @@ import copy
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -143,7 +144,19 @@ class Machine:
         self.variant, self.num_ranks, self.lockstep = variant, num_ranks, vote_every > 0
         self._numbers: dict[Any, int] = {}
         self._values: list[Any] = []
-        self._tables: dict[str, dict[Any, Any]] = {}
+        self.append = cache(self._append)
+        self.called = cache(self._called)
+        self.completes = cache(self._completes)
+        self.coordinate = cache(self._coordinate)
+        self.decide = cache(self._decide)
+        self.gone = cache(self._gone)
+        self.heard = cache(self._heard)
+        self.is_quiet = cache(self._is_quiet)
+        self.moves = cache(self._moves)
+        self.receive = cache(self._receive)
+        self.shape = cache(self._shape)
+        self.turn = cache(self._turn)
+        self.vote = cache(self._vote)
         self.fresh = self.number(Rank(self.number(Local(variant.protocol(max(vote_every, 1))))))
         self.coordinator = self.number(variant.coordinator(num_ranks, self.lockstep))
 
@@ -158,14 +171,6 @@ class Machine:
     def value(self, number: int) -> Any:
         """Not to be changed."""
         return self._values[number]
-
-    def look(self, name: str, *key: Any) -> Any:
-        """``name`` of the methods below, from its table if it was asked before."""
-        table = self._tables.setdefault(name, {})
-        found = table.get(key)
-        if found is None:
-            found = table[key] = getattr(self, "_" + name)(*key)
-        return found
 
     # -- one rank --------------------------------------------------------------------------------------------------
 
@@ -192,7 +197,7 @@ class Machine:
             if not one.is_ready:
                 found.append((("makes ready", r), self._with(rank, self._settle(rank.local, index, True))))
                 found.append((("fails to make ready", r), self._with(rank, self._settle(rank.local, index, False))))
-        if (turn := self.look("turn", rank.local)) != "idle":
+        if (turn := self.turn(rank.local)) != "idle":
             what = "steps" if turn == "step" and not self.lockstep else "ends its gap"
             found.append(((what, r), self._with(rank, self._end_gap(rank.local))))
         return found
@@ -237,7 +242,7 @@ class Machine:
         local = self._values[rank.local]
         is_idle = local.place == GAP and not rank.commands and not rank.requests
         held = tuple(one.request for one in local.live) if local.protocol.phase == "paused" else ()
-        ends = local.place in (ENDED, DEAD) or (is_idle and self.look("turn", rank.local) == "idle")
+        ends = local.place in (ENDED, DEAD) or (is_idle and self.turn(rank.local) == "idle")
         return ends and not rank.sent, held
 
     def _turn(self, number: int) -> Turn:
@@ -252,7 +257,7 @@ class Machine:
     def _end_gap(self, number: int) -> Effects:
         """After a gap: into a collective; a replica says that it is due, or steps alone."""
         local = self._values[number]
-        turn = self.look("turn", number)
+        turn = self.turn(number)
         if self.lockstep:
             sent = (self.number(("start_wave", local.protocol.wave)),) if turn == "wake" else ()
             place = FORWARD if turn == "step" else VOTE
@@ -334,7 +339,7 @@ class Machine:
         return local.protocol.vote(local.facts)  # type: ignore[no-any-return]
 
     def _decide(self, numbers: tuple[int, ...]) -> StepVerdict:
-        return self.variant.verdict([self.look("vote", number) for number in numbers])
+        return self.variant.verdict([self.vote(number) for number in numbers])
 
     def _conclude(self, number: int, decided: StepVerdict) -> Effects:
         local = self._values[number]
@@ -483,7 +488,7 @@ class World:
 
     def moves(self, state: State) -> tuple[list[Next], list[Next]]:
         """What goes on by itself, and what somebody outside may do and need not."""
-        shapes = [self.machine.look("shape", number) for number in state[:-2]]
+        shapes = [self.machine.shape(number) for number in state[:-2]]
         if self.is_eager:
             for r, shape in enumerate(shapes):
                 if shape.head == "answered":
@@ -492,35 +497,35 @@ class World:
         return list(self._inside(state, shapes)), list(self._outside(state, shapes))
 
     def _inside(self, state: State, shapes: list[Shape]) -> Iterator[Next]:
-        look = self.machine.look
+        machine = self.machine
         is_broken = any(shape.place in (ENDED, DEAD) for shape in shapes)
         for r, shape in enumerate(shapes):
-            for label, effects in look("moves", r, state[r]):
+            for label, effects in machine.moves(r, state[r]):
                 self.trying = label
                 if label[0] == "steps" and self.machine.value(state[-1]).is_quiet:
                     raise Violation("a replica steps during an acknowledged pause")
                 yield label, self._after(state, shapes, {r: effects})
             if is_broken and shape.waits_in:
-                yield ("has its collective fail", r), self._after(state, shapes, {r: look("gone", state[r], ENDED)})
+                yield ("has its collective fail", r), self._after(state, shapes, {r: machine.gone(state[r], ENDED)})
             if shape.head:
                 self.trying = ("is heard", r)
                 yield self._receive(state, r)
         if all(shape.place == VOTE for shape in shapes):
             self.trying = ("all vote",)
-            decided = look("decide", state[:-2])
-            results = {r: look("completes", number, decided) for r, number in enumerate(state[:-2])}
+            decided = machine.decide(state[:-2])
+            results = {r: machine.completes(number, decided) for r, number in enumerate(state[:-2])}
             yield ("vote", decided), self._after(state, shapes, results)
         elif all(shape.place == FORWARD for shape in shapes):
-            results = {r: look("completes", number, None) for r, number in enumerate(state[:-2])}
+            results = {r: machine.completes(number, None) for r, number in enumerate(state[:-2])}
             yield ("forward",), self._after(state, shapes, results)
         outside = self.machine.value(state[-1])
         if outside.lost >= 0 and not outside.is_known:
-            event = look("coordinate", state[-2], "rank_lost", outside.lost, "its process ended")
+            event = machine.coordinate(state[-2], "rank_lost", outside.lost, "its process ended")
             told = outside._replace(is_known=True)
             yield ("the coordinator hears of the loss",), self._send(state, told, event)
 
     def _outside(self, state: State, shapes: list[Shape]) -> Iterator[Next]:
-        look = self.machine.look
+        machine = self.machine
         outside: Outside = self.machine.value(state[-1])
         for index, (count, _) in enumerate(outside.controllers):
             calls = self.scenario.controllers[index]
@@ -534,7 +539,7 @@ class World:
                 disturbed=disturbed,
                 is_quiet=outside.is_quiet and not stirs,
             )
-            event = look("called", state[-2], index, count // 2, self.calls[index][count // 2])
+            event = machine.called(state[-2], index, count // 2, self.calls[index][count // 2])
             yield ("controller", index, verb, arguments), self._send(state, new, event)
         for request, home in enumerate(outside.homes):
             if home >= 0:
@@ -546,10 +551,10 @@ class World:
                 if outside.is_over or (outside.is_known and outside.lost == r):
                     new = self._end(new, (request,))
                 else:  # to one that has ended: answered once the front end knows
-                    ranks = _put(state, r, look("append", state[r], "requests", self.requests[request]))
+                    ranks = _put(state, r, machine.append(state[r], "requests", self.requests[request]))
                 yield ("client", request, r), (*ranks[:-1], self.machine.number(new))
         if self.has_clocks:
-            event = look("coordinate", state[-2], "tick", 1.0)
+            event = machine.coordinate(state[-2], "tick", 1.0)
             if event[0] != state[-2]:
                 new = outside._replace(disturbed=outside.disturbed + 1, is_quiet=False)
                 yield ("the clock ends a pause",), self._send(state, new, event)
@@ -557,12 +562,12 @@ class World:
             for r, shape in enumerate(shapes):
                 if shape.place != ENDED:
                     new_number = self.machine.number(outside._replace(lost=r))
-                    yield ("dies", r), (*_put(state, r, look("gone", state[r], DEAD).to)[:-1], new_number)
+                    yield ("dies", r), (*_put(state, r, machine.gone(state[r], DEAD).to)[:-1], new_number)
 
     def is_settled(self, state: State) -> bool:
         """Nobody waits in a collective or for an answer, but requests that a pause holds."""
         outside: Outside = self.machine.value(state[-1])
-        quiet = [self.machine.look("is_quiet", number) for number in state[:-2]]
+        quiet = [self.machine.is_quiet(number) for number in state[:-2]]
         if not all(is_quiet for is_quiet, _ in quiet) or (outside.lost >= 0 and not outside.is_known):
             return False
         held = {request for _, requests in quiet for request in requests}
@@ -575,15 +580,15 @@ class World:
 
     def _receive(self, state: State, r: int) -> Next:
         sent = self.machine.value(state[r]).sent[0]
-        event = self.machine.look("receive", state[-2], r, sent)
-        left = _put(state, r, self.machine.look("heard", state[r]))
+        event = self.machine.receive(state[-2], r, sent)
+        left = _put(state, r, self.machine.heard(state[r]))
         return ("is heard", r), self._send(left, self.machine.value(state[-1]), event)
 
     def _send(self, state: State, outside: Outside, event: tuple[int, tuple[tuple[int | str, int], ...]]) -> State:
         ranks = list(state[:-2])
         for to, number in event[1]:
             if isinstance(to, int):
-                ranks[to] = self.machine.look("append", ranks[to], "commands", number)
+                ranks[to] = self.machine.append(ranks[to], "commands", number)
                 continue
             message = self.machine.value(number)
             if isinstance(message, Answer):
@@ -622,11 +627,11 @@ class World:
 
     def _after(self, state: State, before: list[Shape], results: dict[int, Effects]) -> State:
         """The state after transitions of some ranks, checked."""
-        look = self.machine.look
+        machine = self.machine
         new = list(state)
         shapes = before.copy()
         for r, effects in results.items():
-            new[r], shapes[r] = effects.to, look("shape", effects.to)
+            new[r], shapes[r] = effects.to, machine.shape(effects.to)
             if effects.ended:
                 new[-1] = self.machine.number(self._end(self.machine.value(new[-1]), effects.ended))
             if effects.has_committed and any(shape.place == FORWARD for shape in before):
@@ -751,7 +756,7 @@ def _describe(world: World, state: State, label: Label) -> str:
         case ("admits", r) if rank:
             return f"rank {r} takes request {value(rank.requests[0])[0]}"
         case ("ends its gap", r) if rank:
-            return f"rank {r} ends its gap: {world.machine.look('turn', rank.local)}"
+            return f"rank {r} ends its gap: {world.machine.turn(rank.local)}"
         case ("is heard", r) if rank:
             return f"the coordinator hears of rank {r}: {value(rank.sent[0])}"
         case ("vote", decided):
