@@ -33,6 +33,15 @@ PLAIN = frozenset({"status", "is_paused", "is_sleeping", "update_weights", "weig
 that a stream of them cannot keep votes from agreeing."""
 
 
+SUMMED = frozenset(
+    {
+        *("running", "waiting", "held", "aborted", "reset_requests", "num_blocks", "num_free_blocks"),
+        *("num_sampled_tokens", "num_reprefilled_tokens"),
+    }
+)
+"""What each rank counts for itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """What every rank takes next. ``verb``: "pause", "resume", "pause_timed_out" (of), "finish" (the update that call
@@ -218,7 +227,9 @@ class Coordinator:
         sends: list[Send] = []
         if not call.is_finishing and None in results.values():
             sends = self._log("cancel", {"of": op, "reason": "another rank could not prepare it"})
-        return sends + self._answer(op, merge(results))
+        values = [result for result in results.values() if isinstance(result, dict)]
+        is_status = call.verb == "status" and len(values) == len(results)
+        return sends + self._answer(op, merge_status(values) if is_status else merge(results))
 
     def _answer(self, op: int, result: dict[str, Any] | MidstreamError) -> list[Send]:
         call = self._open.pop(op)
@@ -257,8 +268,8 @@ class Coordinator:
 
 
 def merge(results: dict[int, dict[str, Any] | MidstreamError | None]) -> dict[str, Any] | MidstreamError:
-    """One answer of all ranks'. The first error, with its rank unless all say the same; else key by key: what is equal
-    on all ranks as it is, times (…_ms, …_s) the longest, other numbers their sum, the rest a list by rank."""
+    """One answer of all ranks'. The first error, with its rank unless all say the same; else key by key: counts their
+    sum, what is equal on all ranks as it is, times (…_ms, …_s) and steps the most, the rest a list by rank."""
     errors = {rank: result for rank, result in results.items() if isinstance(result, MidstreamError)}
     if errors:
         rank, error = next(iter(errors.items()))
@@ -273,8 +284,23 @@ def merge(results: dict[int, dict[str, Any] | MidstreamError | None]) -> dict[st
 
 
 def _merged(key: str, values: Sequence[Any]) -> Any:
+    if key in SUMMED and all(isinstance(value, int) for value in values):
+        return sum(values)
     if all(value == values[0] for value in values):
         return values[0]
-    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
-        return list(values)
-    return max(values) if key.endswith(("_ms", "_s")) else sum(values)
+    is_most = key.endswith(("_ms", "_s")) or key in ("num_steps", "is_paused")
+    if is_most and all(isinstance(value, (int, float)) for value in values):
+        return max(values)
+    return list(values)
+
+
+def merge_status(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One engine's status of all ranks': paused once all are, pausing as soon as one is. ``ranks``: what may differ."""
+    found = {key: _merged(key, [status[key] for status in statuses]) for key in statuses[0]}
+    states = {status["state"] for status in statuses}
+    found["state"] = states.pop() if len(states) == 1 else "pausing"
+    found["device_idle"] = all(status["device_idle"] for status in statuses)
+    for key in ("mode", "paused_since", "owner", "update"):  # the first that has one
+        found[key] = next((status[key] for status in statuses if status[key] is not None), None)
+    own = ("state", "running", "waiting", "held", "number", "version", "num_steps", "num_free_blocks")
+    return found | {"ranks": [{key: status[key] for key in own} for status in statuses]}

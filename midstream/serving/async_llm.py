@@ -388,6 +388,7 @@ class AsyncLLM:
         return await self._call("abort_requests", request_ids=request_ids)
 
     async def status(self) -> dict[str, Any]:
+        """Of all ranks together; with several, ``ranks`` has what differs between them."""
         return await self._call("status", _PAUSE_TIMEOUT_S)
 
     async def weight_digests(self) -> dict[str, Any]:
@@ -521,9 +522,7 @@ class AsyncLLM:
             return
         if len({status["weights_id"] for status in statuses.values()}) > 1:
             return self._fail_all(MidstreamError("the ranks loaded different weights: is the checkpoint being written?"))
-        merged = group.merge(dict(statuses)) if len(statuses) > 1 else statuses[0]
-        assert isinstance(merged, dict)
-        self._started.set_result(merged)
+        self._started.set_result(group.merge_status(list(statuses.values())) if self._coordinator else statuses[0])
 
     def _lost(self, rank: int, error: MidstreamError) -> None:
         """A rank is gone, or has said that it goes. The others do not stay behind alone."""

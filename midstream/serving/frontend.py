@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,7 @@ class Frontend:
         key = request.headers.get("idempotency-key") or body.request_id
         if key is not None and len(key) > _MAX_KEY:
             raise InvalidInput(f"an idempotency key has at most {_MAX_KEY} characters, got {len(key)}")
+        work = dataclasses.replace(work, session=request.headers.get("x-session-id"))
         asked = None if key is None else [request.url.path, body.model_dump(mode="json")]
         job = self.jobs.submit(work, asked, prefix, body.request_id, key)
         return JobResponse(job, shape, is_stream=bool(body.stream), heartbeat_s=self.settings.heartbeat_s)

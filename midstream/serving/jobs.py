@@ -43,6 +43,8 @@ class Work:
     params: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    session: str | None = None
+    """Requests of one session go to one data-parallel rank, where their prefix may be cached."""
 
 
 class Job:
@@ -110,7 +112,7 @@ class Job:
 
         work = self.work
         follow = self._jobs.llm.follow
-        await follow(on_news, work.prompts[index], work.params, engine_id, work.cache_salt, work.priority)
+        await follow(on_news, work.prompts[index], work.params, engine_id, work.cache_salt, work.priority, work.session)
 
     def _tell(self) -> None:
         self.num_changes += 1

@@ -210,7 +210,7 @@ def make_router(llm: AsyncLLM, engine_ids: Callable[[Iterable[str]], list[str]] 
     @router.get("/get_world_size")
     async def get_world_size(include_dp: bool = True) -> dict[str, Any]:
         """Workers of this engine."""
-        return {"world_size": 1}
+        return {"world_size": llm.config.data_parallel_size if include_dp else 1}
 
     aliases = weights.aliases()
 
