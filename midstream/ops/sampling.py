@@ -17,7 +17,7 @@ import torch
 
 from midstream.errors import MidstreamError
 from midstream.ops import cpu
-from midstream.types import SampledToken, SamplingParams, mix64
+from midstream.types import SampledToken, SamplingParams
 
 _PLAIN = SamplingParams()
 _MAX_COUNT = 1 << 30
@@ -28,12 +28,12 @@ more is no fp32 number (and this one is uniform)."""
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """One uniform in [0, 1) per (seed, position), fp32 with 24 random bits: SplitMix64 as a counter-based generator."""
-    x = np.array([mix64(seed) for seed in seeds], dtype=np.uint64) ^ np.array(positions, dtype=np.uint64)
-    for _ in range(2):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = np.array(seeds, dtype=np.uint64)
+    for mixed_with in (np.array(positions, dtype=np.uint64), np.uint64(0), np.uint64(0)):
+        x = x + np.uint64(0x9E3779B97F4A7C15)  # ``mix64`` of many
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
+        x = x ^ (x >> np.uint64(31)) ^ mixed_with
     return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
 
 
@@ -110,14 +110,22 @@ def _divisor(p: SamplingParams) -> float:
     return min(max(p.temperature, _COLDEST), _HOTTEST) if p.temperature else 1.0
 
 
-def _rows(params: Sequence[SamplingParams], u: np.ndarray | None = None) -> np.ndarray:
+def _rows(params: Sequence[SamplingParams]) -> np.ndarray:
     """How the kernels shall draw from each row; a greedy row's distribution is not truncated."""
+    places: dict[int, int] = {}
+    which = [places.setdefault(id(p), len(places)) for p in params]
+    if len(places) < len(params):  # the samples of a prompt, and often all prompts of a call, have theirs in common
+        firsts = {place: p for place, p in zip(which, params, strict=True)}
+        return _rows([firsts[place] for place in range(len(places))])[which]
     rows = np.zeros(len(params), cpu.ROW)
     rows["temperature"] = [_divisor(p) for p in params]
     rows["greedy"] = [p.temperature == 0 for p in params]
     rows["top_k"] = [min(p.top_k, _MAX_COUNT) if p.temperature else 0 for p in params]
     rows["top_p"] = [p.top_p if p.temperature else 1.0 for p in params]
     rows["log_min_p"] = [math.log(p.min_p) if p.min_p and p.temperature else -math.inf for p in params]
+    rows["wants_rank"] = [p.logprobs is not None for p in params]
+    rows["num_top"] = [min(p.logprobs or 0, _MAX_COUNT) for p in params]
+    rows["top_of_processed"] = [p.logprobs_mode == "processed_logprobs" for p in params]
     return rows
 
 
@@ -207,9 +215,7 @@ def _sample_fast(
 ) -> list[SampledToken]:
     rows = _rows(params)
     rows["uniform"] = u.numpy()
-    rows["wants_rank"] = [p.logprobs is not None for p in params]
-    rows["num_top"] = [min(p.logprobs or 0, logits.shape[-1]) for p in params]
-    rows["top_of_processed"] = [p.logprobs_mode == "processed_logprobs" for p in params]
+    rows["num_top"] = np.minimum(rows["num_top"], logits.shape[-1])
     found, ids, logprobs = cpu.sample(logits, raw, rows)
     drawn = [
         SampledToken(token, raw_logprob, processed, rank)

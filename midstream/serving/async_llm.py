@@ -396,6 +396,10 @@ class AsyncLLM:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    async def call(self, verb: str, arguments: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """A verb of the engine by its name."""
+        return await self._call(verb, limit_s, **arguments)
+
     async def _call(self, verb: str, limit_s: float | None = _VERB_TIMEOUT_S, /, **arguments: Any) -> dict[str, Any]:
         await self.start()
         self._check_alive()

@@ -1,14 +1,15 @@
-"""LLM: the engine in this process, synchronous, vLLM's shapes."""
+"""LLM: the engine in this process, synchronous, vLLM's shapes; several ranks are processes behind it."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from rich.progress import Progress
@@ -16,12 +17,14 @@ from rich.progress import Progress
 from midstream.config import EngineConfig
 from midstream.engine.core import EngineCore
 from midstream.engine.protocol import Fail, Reply
-from midstream.errors import Conflict, InvalidInput, MidstreamError, TimedOut
+from midstream.errors import Conflict, EngineDead, InvalidInput, MidstreamError, TimedOut
 from midstream.models.hub import located
+from midstream.serving.async_llm import AsyncLLM
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
 
+T = TypeVar("T")
 _TURN_WAIT_S = 0.02
 _VERB_TIMEOUT_S = 300.0
 
@@ -30,16 +33,20 @@ class LLM:
     """An engine without a server or a second process: for scripts, evaluation and tests.
 
     ``LLM(model=…, dtype=…)`` takes the fields of EngineConfig; a model of the Hub is fetched first. Threads may share
-    it: whoever waits for an answer runs the turns, one at a time, and hands everyone what is theirs.
+    it: whoever waits for an answer runs the turns, one at a time, and hands everyone what is theirs. With
+    data_parallel_size over 1 the engine runs in that many processes, driven by a thread of its own.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = located(EngineConfig.from_options({"model": model, **options}))
+        self.text = Text(self.config.tokenizer or self.config.model)
+        self._ranks = _Ranks(self.config) if self.config.data_parallel_size > 1 else None
+        if self._ranks is not None:
+            return
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
         self._turn = threading.Event()
         self.core = EngineCore(self.config, wake=self._turn.set)
-        self.text = Text(self.config.tokenizer or self.config.model)
         self._ops = itertools.count(1)
         self._ids = itertools.count()
         self._answers: dict[int, Reply | Fail] = {}
@@ -58,7 +65,7 @@ class LLM:
         """Complete every prompt; outputs in the order of the prompts.
 
         ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
-        weights midstream. A refused prompt raises before any of the others has run, a grammar that does not compile
+        weights midstream (not with several ranks, whose steps are their own). A refused prompt raises before any of the others has run, a grammar that does not compile
         as soon as that is known. In an abort or wait pause this raises EnginePaused, in a keep pause, or where
         ``on_step`` leaves the engine paused, Conflict. ``use_tqdm`` (vLLM's name): a progress bar where the output is
         a terminal and there is more than one prompt. ``priority``: one for each prompt, a lower number is more urgent.
@@ -72,6 +79,12 @@ class LLM:
         priority = [0] * len(prompts) if priority is None else priority
         if len(priority) != len(prompts):
             raise InvalidInput(f"{len(prompts)} prompts but {len(priority)} priorities; give one for each")
+        if self._ranks is not None:
+            if on_step is not None:
+                raise InvalidInput("on_step: the steps of several ranks are not run here; call the verbs from a thread")
+            if (status := self.status())["mode"] == "keep":
+                raise Conflict(f"the engine is {status['state']} (mode 'keep'): call resume_generation() first")
+            return self._ranks.generate(prompts, sampling_params, priority, use_tqdm)  # type: ignore[arg-type]
         self.core.admit()
         self._check_running()
         if any(p.structured_outputs is not None for p in sampling_params) and not self.core.grammars.is_loaded:
@@ -89,7 +102,7 @@ class LLM:
                     self.core.add(request_id, ids, silent, priority=urgency)
                     self._open[request_id] = builders[request_id] = builder
             steps = 0
-            with Progress(transient=True, disable=not use_tqdm or len(builders) < 2 or not sys.stderr.isatty()) as bar:
+            with _progress(use_tqdm, len(builders)) as bar:
                 task = bar.add_task("generating", total=len(builders))
                 while (left := sum(not b.output.finished for b in builders.values())) > 0:
                     bar.update(task, completed=len(builders) - left)
@@ -185,8 +198,11 @@ class LLM:
         return self._call("status")
 
     def close(self) -> None:
-        """End the engine's threads and free its memory."""
-        self.core.close()
+        """End the engine's threads and processes, and free its memory."""
+        if self._ranks is not None:
+            self._ranks.close()
+        else:
+            self.core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -223,6 +239,8 @@ class LLM:
             raise Conflict(f"the engine is paused (mode {self.core.protocol.mode!r}): call resume_generation() first")
 
     def _call(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        if self._ranks is not None:
+            return self._ranks.call(verb, arguments)
         op = next(self._ops)
         with self._lock:
             self.core.call(op, verb, arguments)
@@ -235,3 +253,67 @@ class LLM:
         if isinstance(reply, Fail):
             raise reply.error
         return reply.value
+
+
+class _Ranks:
+    """AsyncLLM on an event loop in a thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ranks", daemon=True)
+        self._thread.start()
+        options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        self._llm = AsyncLLM(**options)
+        try:
+            self._run(self._llm.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineDead("the engine was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # also of whoever waits: Ctrl-C
+            future.cancel()
+            raise
+
+    def call(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return self._run(self._llm.call(verb, arguments, _VERB_TIMEOUT_S))
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """One that fails ends the others."""
+
+        async def one(prompt: Prompt, p: SamplingParams, urgency: int, done: Callable[[], None]) -> RequestOutput:
+            outputs: list[RequestOutput] = []
+            await self._llm.follow(outputs.append, prompt, dataclasses.replace(p, final_only=True), priority=urgency)
+            done()
+            return outputs[-1]
+
+        async def all_of_them(done: Callable[[], None]) -> list[RequestOutput]:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    found = [tasks.create_task(one(*of, done)) for of in zip(prompts, params, priority, strict=True)]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            return [task.result() for task in found]
+
+        with _progress(use_tqdm, len(prompts)) as bar:
+            task = bar.add_task("generating", total=len(prompts))
+            return self._run(all_of_them(lambda: bar.advance(task)))
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._run(self._llm.aclose())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+def _progress(is_wanted: bool, total: int) -> Progress:
+    return Progress(transient=True, disable=not is_wanted or total < 2 or not sys.stderr.isatty())

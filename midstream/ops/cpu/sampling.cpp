@@ -236,13 +236,12 @@ void sample(Drawn* out, int32_t* top_ids, float* top_logprobs, const T* logits, 
       }
       Drawn& d = out[r];
       d = {logprob(scalar(raw[token]), raw_total), row.greedy ? 0.0f : logprob(value(x, token, keep), t),
-           keep.least, keep.temperature, keep.last, token, 0};
+           keep.least, keep.temperature, keep.last, token, row.wants_rank};
       if (raw_total.max != raw_total.max) d.raw = NAN;
-      if (row.wants_rank) {
+      if (row.wants_rank && scalar(raw[token]) < raw_total.max) {
         const vec mine = splat(scalar(raw[token]));
         ivec more = ivec{};
         for (int i = 0; i < V; i += L) more -= values(raw, i, V, all) > mine;
-        d.rank = 1;
         for (int j = 0; j < L; ++j) d.rank += more[j];
       }
       if (row.num_top > 0) {
