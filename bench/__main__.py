@@ -53,6 +53,7 @@ def suite(model: str, large_model: str | None, peer_python: str | None) -> dict[
         "trainer": ("trainer", on),
         "async_training": ("async_training", {}),
         "step": ("step", {}),
+        "data_parallel": ("data_parallel", {}),
     }
     if large_model is None:
         del found["rollout_large"]
