@@ -53,6 +53,7 @@ def suite(model: str, large_model: str | None, peer_python: str | None) -> dict[
         "trainer": ("trainer", on),
         "async_training": ("async_training", {}),
         "step": ("step", {}),
+        "protocol_scale": ("protocol_scale", {}),
     }
     if large_model is None:
         del found["rollout_large"]
@@ -106,7 +107,7 @@ def main() -> int:
     if names and "rollout_large" in names and not arguments.large_model:
         parser.error("rollout_large needs --large-model")
     model = arguments.model
-    if model is None and (names is None or not set(names) <= {"async_training", "step", "rollout_large"}):
+    if model is None and (names is None or not set(names) <= {"async_training", "step", "protocol_scale", "rollout_large"}):
         from bench.models import smollm2
 
         model = str(smollm2())
