@@ -14,7 +14,9 @@ MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)} here (on Debian: apt-get install spin gcc)"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"no {' and no '.join(MISSING)} here (on Debian: apt-get install spin gcc)"
+    ),
 ]
 
 
@@ -37,6 +39,10 @@ HOLDS = [
     ("-DR=1", "-DRACES=0", "-DV=2"),
     ("-DR=1", "-DRACES=0", "-DWAITS=1"),
     ("-DR=2", "-DRACES=0", "-DCOMMITS=0"),
+    ("-DR=2", "-DRACES=0", "-DCOMMITS=0", "-DSTAYS=1"),
+    ("-DR=1", "-DCOMMITS=0"),
+    ("-DR=1",),
+    ("-DN=3", "-DR=1", "-DRACES=0", "-DCOMMITS=0"),
 ]
 """Options of the model: what happens beside a pause and its resume."""
 
@@ -44,3 +50,15 @@ HOLDS = [
 @pytest.mark.parametrize("options", HOLDS, ids=" ".join)
 def test_the_second_model_holds(tmp_path: pathlib.Path, options: tuple[str, ...]) -> None:
     assert explore(tmp_path, *options) == (0, True)
+
+
+MUTANTS = ("STOP_AT_ONCE", "FRONT_END", "NO_BARRIER", "NO_WAVE", "LOCAL_FLAG", "NO_VOTE", "NO_EPOCH", "MAJORITY")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*((f"-D{name}", "-DR=1", "-DRACES=0") for name in MUTANTS), ("-DOUTLIVES", "-DR=2", "-DRACES=0", "-DSTAYS=1")],
+    ids=" ".join,
+)
+def test_each_mutant_of_the_second_model_fails(tmp_path: pathlib.Path, options: tuple[str, ...]) -> None:
+    assert explore(tmp_path, *options)[0] > 0
