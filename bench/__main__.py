@@ -107,7 +107,8 @@ def main() -> int:
     if names and "rollout_large" in names and not arguments.large_model:
         parser.error("rollout_large needs --large-model")
     model = arguments.model
-    if model is None and (names is None or not set(names) <= {"async_training", "step", "protocol_scale", "rollout_large"}):
+    own = {"async_training", "step", "protocol_scale", "rollout_large"}
+    if model is None and (names is None or not set(names) <= own):
         from bench.models import smollm2
 
         model = str(smollm2())
