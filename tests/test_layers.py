@@ -42,7 +42,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 NO_TORCH = (
     "types", "config", "errors", "metrics",
     "kv.block_pool", "kv.manager",
-    "engine.scheduler", "engine.protocol", "engine.grammar",
+    "engine.scheduler", "engine.protocol", "engine.vote", "engine.coordinator", "engine.explore", "engine.scenarios",
+    "engine.grammar",
     "weights.session", "weights.columns",
     "serving.client",
     "rl.types", "rl.buffer", "rl.advantage",

@@ -192,7 +192,8 @@ class Coordinator:
     def _end(self, error: MidstreamError) -> list[Send]:
         """The group is over: whoever waits, or calls from now on, gets this error."""
         self.error = error
-        sends: list[Send] = [(to, Lost(error)) for to in (*sorted(self.ranks), *sorted(self.front_ends))]
+        told: list[int | str] = [*sorted(self.ranks), *sorted(self.front_ends)]
+        sends: list[Send] = [(to, Lost(error)) for to in told]
         for op in list(self._open):
             sends += self._answer(op, error)
         self._leases.clear()

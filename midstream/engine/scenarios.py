@@ -97,14 +97,12 @@ def deep_list() -> Iterator[Scenario]:
     """Every three on two ranks and every pair on three, "cancel" counted as the pair that it is; and what was left."""
     single = [name for name in ELEMENTS if name != "cancel"]
     for vote in VOTES:
-        for names in combinations(single, 3):
+        for names in (*combinations(single, 3), *BESIDE_DEEP):
             yield scenario(names, vote)
-        for names in BESIDE_DEEP:
-            yield scenario(names, vote)
-        for names in combinations(single, 2):
-            yield scenario(names, vote, num_ranks=3)
-    for names in ELEMENTS:
-        yield scenario(("cancel", names), "log")
+        for pair in combinations(single, 2):
+            yield scenario(pair, vote, num_ranks=3)
+    for name in ELEMENTS:
+        yield scenario(("cancel", name), "log")
 
 
 LIMIT = 4_000_000

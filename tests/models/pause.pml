@@ -4,8 +4,8 @@
      N ranks, V forwards between two votes of a wave, R requests of one or two tokens, WAITS 1: the pause waits.
 
    A controller pauses, waits for the answer and resumes, CYC times; a second one sends a resume whenever it likes (the
-   race that cancels a pause); a third one commits an update, once all ranks have prepared it. Bounded and complete: the
-   command line says the bounds. Broken on purpose with one of
+   race that cancels a pause); a third one commits an update, once all ranks have prepared it. -DSTAYS=1: the pause is
+   never resumed, and still nobody may wait in a collective. Bounded and complete: the command line says the bounds. Broken on purpose with one of
 
      -DSTOP_AT_ONCE -DFRONT_END -DOUTLIVES -DNO_BARRIER -DNO_WAVE -DLOCAL_FLAG -DNO_VOTE -DNO_EPOCH -DMAJORITY       */
 #ifndef N
@@ -28,6 +28,9 @@
 #endif
 #ifndef COMMITS
 #define COMMITS 1
+#endif
+#ifndef STAYS
+#define STAYS 0
 #endif
 #define LOGLEN (2 * CYC + RACES + COMMITS)
 
@@ -225,7 +228,8 @@ proctype Pauser() { byte j, n, mine;
        atomic { tell(PAUSE); mine = logged };
        (answered[mine] == N);
 #endif
-       tell(RESUME); n++
+       if :: !STAYS -> tell(RESUME) :: else fi;
+       n++
   :: else -> break
   od }
 proctype Racer() { byte j; tell(RESUME) }
@@ -261,4 +265,4 @@ active proctype Monitor() { byte k;
   timeout ->
   assert(inside == 0);
   k = 1; do :: k <= logged -> assert(answered[k] == N); k++ :: else -> break od;
-  k = 0; do :: k < N -> assert(live[k] == 0 && parked[k]); k++ :: else -> break od }
+  k = 0; do :: k < N -> assert((live[k] == 0 || STAYS) && parked[k]); k++ :: else -> break od }
