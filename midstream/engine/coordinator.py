@@ -36,10 +36,11 @@ that a stream of them cannot keep votes from agreeing."""
 SUMMED = frozenset(
     {
         *("running", "waiting", "held", "aborted", "reset_requests", "num_blocks", "num_free_blocks"),
-        *("num_sampled_tokens", "num_reprefilled_tokens"),
+        *("num_sampled_tokens", "num_reprefilled_tokens", "num_connections"),
     }
 )
 """What each rank counts for itself."""
+_DIGESTS = ("digests", "checksums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,8 @@ class Coordinator:
 
 def merge(results: dict[int, dict[str, Any] | MidstreamError | None]) -> dict[str, Any] | MidstreamError:
     """One answer of all ranks'. The first error, with its rank unless all say the same; else key by key: counts their
-    sum, what is equal on all ranks as it is, times (…_ms, …_s) and steps the most, the rest a list by rank."""
+    sum, what is equal on all ranks as it is, times (…_ms, …_s) and steps the most, the rest a list by rank. Digests
+    name by name, all that there are of one joined by " != "; a comparison of them matches if all do."""
     errors = {rank: result for rank, result in results.items() if isinstance(result, MidstreamError)}
     if errors:
         rank, error = next(iter(errors.items()))
@@ -288,6 +290,13 @@ def _merged(key: str, values: Sequence[Any]) -> Any:
         return sum(values)
     if all(value == values[0] for value in values):
         return values[0]
+    if key in _DIGESTS and all(isinstance(value, dict) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: " != ".join(dict.fromkeys(v[name] for v in values if name in v)) for name in names}
+    if key == "match":
+        return all(values)
+    if key == "mismatches":
+        return sorted({name for value in values for name in value})
     is_most = key.endswith(("_ms", "_s")) or key in ("num_steps", "is_paused")
     if is_most and all(isinstance(value, (int, float)) for value in values):
         return max(values)
