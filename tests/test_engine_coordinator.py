@@ -45,6 +45,11 @@ def test_merging() -> None:
     other = {**both, "aborted": 2, "stall_ms": 5.0, "exact": "no", "ok": False}
     merged = {"mode": "keep", "aborted": 3, "stall_ms": 5.0, "exact": ["yes", "no"], "ok": [True, False]}
     assert merge({0: both, 1: other}) == merged
+    held = [{"checksums": {"a": "1", "b": "2"}}, {"checksums": {"a": "1", "b": "3"}}]
+    assert merge(dict(enumerate(held))) == {"checksums": {"a": "1", "b": "2 != 3"}}, "one rank alone has gone wrong"
+    compared = [{"match": True, "mismatches": []}, {"match": False, "mismatches": ["b"]}]
+    assert merge(dict(enumerate(compared))) == {"match": False, "mismatches": ["b"]}
+    assert merge({0: {"num_connections": 1, "rank": 1}, 1: {"num_connections": 1, "rank": 2}})["num_connections"] == 2
     alike = merge({0: Conflict("no"), 1: Conflict("no")})
     assert type(alike) is Conflict and alike.message == "no"
     one = merge({0: {"received": 3}, 1: UpdateConflict("digest differs", tensors=["a"])})

@@ -74,7 +74,7 @@ class EngineCore:
         lockstep: Lockstep | None = None,
         rank: int = 0,
     ) -> None:
-        """``rank``: of data_parallel_size. ``lockstep``: its ties to its group; a rank of several without is a replica."""
+        """``rank``: of data_parallel_size. ``lockstep``: its ties to its group; one of several without is a replica."""
         self.config = config
         self.rank = rank
         self._lockstep = lockstep

@@ -1,16 +1,17 @@
 """What a run's files say: pure functions over them, one picture, and the live display.
 
 The engine's step log has one JSON object per line, with times of the monotonic clock that all processes of a machine
-share: ``{"event": "step", t0, t1, running, tokens, reprefill, version}`` for a forward, and ``{"event": "commit", t0,
-t1, running, version, label}`` for a weight commit, each with the ``rank`` of the engine that says so. ``metrics.jsonl`` and ``updates.jsonl`` have t0 and t1 too, so that
-generation, updates and optimizer steps stand on one time line.
+share: ``{"event": "step", t0, t1, running, tokens, reprefill, version, rank}`` for a forward, and ``{"event":
+"commit", t0, t1, running, version, label, rank}`` for a weight commit, each of one rank of the engine.
+``metrics.jsonl`` and ``updates.jsonl`` have t0 and t1 too, so that generation, updates and optimizer steps stand on
+one time line.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,12 @@ class StepLog:
 
     def by_rank(self) -> list[StepLog]:
         """Of each rank alone."""
-        ranks = sorted({getattr(e, "rank", 0) for e in (*self.steps, *self.commits)})
-        parts = ([[e for e in of if getattr(e, "rank", 0) == rank] for of in (self.steps, self.commits)] for rank in ranks)
-        return [StepLog(*part) for part in parts]
+        parts: dict[int, StepLog] = defaultdict(lambda: StepLog([], []))
+        for step in self.steps:
+            parts[getattr(step, "rank", 0)].steps.append(step)
+        for commit in self.commits:
+            parts[getattr(commit, "rank", 0)].commits.append(commit)
+        return list(parts.values())
 
 
 def commit_stalls_ms(log: StepLog) -> list[float]:
@@ -90,7 +94,7 @@ def engine_figures(log: StepLog, metrics: Sequence[dict[str, Any]], max_num_seqs
     log = log.between(first, max([metrics[-1]["t1"], *(commit.t1 for commit in log.commits)]))
     training_s = sum(line["t1"] - line["t0"] for line in metrics)
     ranks = log.by_rank()
-    generating_s = sum(step.t1 - step.t0 for step in log.steps) / len(ranks)
+    generating_s = sum(step.t1 - step.t0 for step in log.steps) / max(len(ranks), 1)
     decodes = [(s.t1 - s.t0) * 1e3 for s in log.steps if 0 < s.tokens == s.running and s.reprefill == 0]
     # every rank has made the same commits, and each in its own place among its steps
     running = [sum(commit.running for commit in one) for one in zip(*(part.commits for part in ranks), strict=False)]
