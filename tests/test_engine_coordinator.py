@@ -86,6 +86,19 @@ def test_one_rank_that_cannot_prepare_cancels_the_update_on_the_others(first: in
     assert (to, call, error.message) == ("a", 1, "rank 1: 3 tensors are missing")
 
 
+@pytest.mark.parametrize("verb", ["start_weight_update", "update_weights"])
+def test_what_one_rank_alone_refuses_is_aborted_on_all(verb: str) -> None:
+    group = Coordinator(2)
+    group.call("a", 1, verb, {}, 0.0)
+    group.answered(0, 0, {"received": 1})
+    sends = group.answered(1, 0, Conflict("no"))
+    assert [(to, verb) for to, _, verb in commands(sends)] == [(0, "abort_weight_update"), (1, "abort_weight_update")]
+    assert [str(result) for _, _, result in answers(sends)] == ["rank 1: no"]
+    group.call("a", 2, verb, {}, 0.0)
+    group.answered(0, 2, Conflict("no"))
+    assert commands(group.answered(1, 2, Conflict("no"))) == [], "refused by all: another update may be open"
+
+
 def test_a_finish_that_all_refuse_cancels_nothing() -> None:
     """As a second one, while the first is still being prepared."""
     group = Coordinator(2)

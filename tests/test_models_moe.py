@@ -197,7 +197,7 @@ def test_case_020_names_are_looked_up_not_searched(experts: range | None) -> Non
             staging.put(name, one[shape])
         assert len(staging._filled) == len(staging._places)
         looks.append(Counted.looks / len(shapes))
-    assert looks[0] == pytest.approx(looks[1]) and looks[0] < 12
+    assert looks[0] == pytest.approx(looks[1], rel=0.01) and looks[0] < 12
 
 
 def test_a_config_says_what_is_wrong_and_comes_back_from_what_it_writes() -> None:

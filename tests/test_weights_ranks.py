@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoints import random_weights, write_checkpoint
-from cores import digests_of
+from cores import Driver, digests_of
 from fakes_weights import DictSource
 from midstream.errors import InvalidInput, TimedOut, WeightUpdateError
 from midstream.serving.llm import LLM
@@ -39,6 +39,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     for seed in range(3):
         write_checkpoint(root / f"w{seed}", NAME, seed)
     return root
+
+
+def test_an_update_is_named_alike_on_ranks_that_refused_different_starts(models: pathlib.Path) -> None:
+    names = []
+    for refused in (0, 2):
+        driver = Driver(models / "w0", data_parallel_size=2)
+        for op in range(1, refused + 1):
+            driver.core.call(op, "start_weight_update", {})
+            driver.core.call(op + 10, "abort_weight_update", {})
+        driver.core.call(7, "start_weight_update", {})
+        names.append(driver.core.session.session_id)
+        driver.close()
+    assert names[0] == names[1]
 
 
 @pytest.fixture(scope="module", params=["ipc", "nccl"])
@@ -128,14 +141,14 @@ class Torn(DictSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for i, item in enumerate(super().__iter__()):
             if i == len(self.tensors) // 2:
-                raise OSError("the trainer fell over")
+                raise RuntimeError("the trainer fell over")
             yield item
 
 
 def test_a_torn_update_changes_no_rank(engine: Background, trainer: TrainerWeightTransferEngine) -> None:
     before = numbers(engine)
     trainer.source = Torn(W1)
-    with pytest.raises(OSError, match="fell over"):
+    with pytest.raises(RuntimeError, match="fell over"):
         trainer.send_weights(manifest=False)
     trainer = connect(engine)
     trainer.source = DictSource({**W1, THEIRS: torch.full_like(W1[THEIRS], torch.nan)})
@@ -169,16 +182,16 @@ def test_case_004_wrong_or_missing_experts_fail_with_the_list_on_all_ranks(
 def test_case_024_one_element_of_one_expert_is_one_name(
     engine: Background, trainer: TrainerWeightTransferEngine
 ) -> None:
-    client = engine.client
+    check = engine.llm.weight_checker
     trainer.send_weights("1")
-    assert client.weight_checker("checksum")["checksums"] == digests_of(W1)
+    assert engine.run(check("checksum"))["checksums"] == digests_of(W1)
     flipped = {**W1, THEIRS: W1[THEIRS].clone()}
     flipped[THEIRS][3, 5] += 1
     trainer.source = DictSource(flipped)
     trainer.send_weights("2")
-    checked = client.weight_checker("compare", digests_of(W1))
+    checked = engine.run(check("compare", digests_of(W1)))
     assert (checked["match"], checked["mismatches"]) == (False, [THEIRS])
-    assert client.weight_checker("compare", digests_of(flipped))["match"] is True
+    assert engine.run(check("compare", digests_of(flipped)))["match"] is True
 
 
 def test_case_025_a_wrong_number_of_workers_ends_both_sides_in_time(engine: Background) -> None:

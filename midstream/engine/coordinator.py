@@ -41,6 +41,8 @@ SUMMED = frozenset(
 )
 """What each rank counts for itself."""
 _DIGESTS = ("digests", "checksums")
+_TORN = ("start_weight_update", "update_weights")
+"""Where one rank refuses and another does not, no update can come of it: it is aborted on all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,8 @@ class Coordinator:
         if not call.is_finishing and None in results.values():
             sends = self._log("cancel", {"of": op, "reason": "another rank could not prepare it"})
         values = [result for result in results.values() if isinstance(result, dict)]
+        if call.verb in _TORN and 0 < len(values) < len(results):
+            sends = self._log("abort_weight_update", {})
         is_status = call.verb == "status" and len(values) == len(results)
         return sends + self._answer(op, merge_status(values) if is_status else merge(results))
 

@@ -297,7 +297,7 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
             wanted = None if info.world_size is None else info.world_size - 1
             while wanted is None or len(self._connections) < wanted:
                 if reply.done():  # every worker has connected
-                    wanted = reply.result()["num_connections"] if wanted is None else wanted
+                    wanted = reply.result().get("num_connections", 1) if wanted is None else wanted
                     if reply.exception() or len(self._connections) >= wanted:
                         break
                 with contextlib.suppress(TimeoutError):
