@@ -184,9 +184,9 @@ class Counted(str):
 
 @pytest.mark.parametrize("experts", [None, range(64, 128)])
 def test_case_020_names_are_looked_up_not_searched(experts: range | None) -> None:
-    """18,000 of them, and twice as many: as many looks for each. A search through all for each takes minutes."""
-    looks = []
-    for layers in (48, 96):
+    """As many looks for each of 18,000 as for each of few. A search through all for each takes minutes."""
+    looks: list[float] = []
+    for layers in (2, 4, 48):
         config = ModelConfig.from_hf(config_of(NAME, num_hidden_layers=layers, num_experts=128))
         staging = Staging(config, torch.float32, torch.device("meta"), experts)
         shapes = {Counted(name): shape for name, shape in parameter_shapes(config).items()}
@@ -197,7 +197,7 @@ def test_case_020_names_are_looked_up_not_searched(experts: range | None) -> Non
             staging.put(name, one[shape])
         assert len(staging._filled) == len(staging._places)
         looks.append(Counted.looks / len(shapes))
-    assert looks[0] == pytest.approx(looks[1], rel=0.01) and looks[0] < 12
+        assert looks[-1] == pytest.approx(looks[0], rel=0.05) and looks[-1] < 12, looks
 
 
 def test_a_config_says_what_is_wrong_and_comes_back_from_what_it_writes() -> None:

@@ -26,9 +26,10 @@ def commits_of(out: pathlib.Path) -> list[list[int]]:
     return [[event["version"] for event in events if event["rank"] == rank] for rank in range(2)]
 
 
-@pytest.mark.parametrize("backend", ["ipc", "nccl"])
-def test_a_few_steps_and_a_few_more_from_their_checkpoint(tmp_path: pathlib.Path, backend: str) -> None:
-    engine = {"data_parallel_size": 2, "enable_expert_parallel": True, "weight_transfer_backend": backend}
+@pytest.mark.parametrize(("backend", "together"), [("ipc", True), ("nccl", True), ("ipc", False)])
+def test_a_few_steps_and_a_few_more_from_their_checkpoint(tmp_path: pathlib.Path, backend: str, together: bool) -> None:
+    """Also on two replicas, which do not step together."""
+    engine = {"data_parallel_size": 2, "enable_expert_parallel": together, "weight_transfer_backend": backend}
     quick = ["--set", "eval_problems=16", "--set", f"engine={json.dumps(engine)}"]
     summary = train(tmp_path / "run", "--steps", "4", *quick)
     assert summary["exact_tokens"] == summary["tokens"] > 500
