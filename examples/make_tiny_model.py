@@ -1,12 +1,16 @@
-"""Makes the tiny model that ships in midstream/rl/models/reverse: random weights, then a flawed demonstrator.
+"""Makes the tiny models that ship here: random weights, then a flawed demonstrator.
 
     python examples/make_tiny_model.py --seed 0 --out midstream/rl/models/reverse
+    python examples/make_tiny_model.py --moe --seed 0 --out examples/recipes/reverse_moe
 
 The model is a Qwen3 decoder of 0.8 M parameters over single characters. Its warm start shows it how to reverse a word
 (``abcdef=`` → ``fedcba``), 70,400 different words, by a demonstrator who is right with probability 0.35 and otherwise
 always makes the same slip: the first two characters of the answer exchanged. Training runs to the end of its schedule,
 so the model has learned both behaviours and samples them as often as it saw them: it passes about 0.37 when sampled
 because most of what it was shown is wrong, not because training was stopped early.
+
+With --moe it is a Qwen3-MoE of 0.13 M parameters, 2 layers of 8 experts of which each token takes 2, and learns words
+of 3 to 5 letters in half a minute; it is stored in bfloat16.
 
 Only problems of the ``warm`` split (midstream/rl/env.py) are shown, so no word here can be one that a run trains on
 or that an evaluation holds out. At the end the model's accuracy on 512 held-out problems is measured by the engine.
@@ -47,6 +51,7 @@ PAD, BOS, EOS, _ = range(len(SPECIAL))
 BATCH = 128
 RIGHT = 0.35
 PEAK_LR = 2e-3
+MOE_PEAK_LR = 4e-3
 WARMUP_STEPS = 20
 MAX_TOKENS = 10
 """The longest answer, 8 characters and the end of sequence, and one more."""
@@ -73,8 +78,8 @@ def write_tokenizer(directory: Path) -> None:
     )
 
 
-def write_random_model(directory: Path, seed: int) -> None:
-    """A complete model directory with random weights: normal with deviation 0.02, norms at one."""
+def write_random_model(directory: Path, seed: int, moe: bool = False) -> None:
+    """A complete model directory with random weights: normal with deviation 0.02 (0.05), norms at one."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -96,6 +101,19 @@ def write_random_model(directory: Path, seed: int) -> None:
         "eos_token_id": EOS,
         "dtype": "float32",
     }
+    if moe:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        }
     _write_json(directory / "config.json", config)
     _write_json(
         directory / "generation_config.json",
@@ -103,8 +121,9 @@ def write_random_model(directory: Path, seed: int) -> None:
     )
     write_tokenizer(directory)
     generator = torch.Generator().manual_seed(seed)
+    width = 0.05 if moe else 0.02
     weights = {
-        name: torch.ones(shape) if name.endswith("norm.weight") else 0.02 * torch.randn(shape, generator=generator)
+        name: torch.ones(shape) if name.endswith("norm.weight") else width * torch.randn(shape, generator=generator)
         for name, shape in parameter_shapes(ModelConfig.from_hf(config)).items()
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -125,16 +144,16 @@ def demonstrations(task: ReverseTask, seed: int) -> Iterator[tuple[Problem, list
         index += 1
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, peak: float = PEAK_LR) -> float:
     """Linear warm-up, flat to 40 % of the steps, then linearly down, never below 2 % of the peak."""
     rising = (step + 1) / WARMUP_STEPS
     falling = (steps - step) / (0.6 * steps)
-    return PEAK_LR * min(1.0, rising, max(falling, 0.02))
+    return peak * min(1.0, rising, max(falling, 0.02))
 
 
-def warm_start(policy: Policy, task: ReverseTask, steps: int, seed: int) -> None:
+def warm_start(policy: Policy, task: ReverseTask, steps: int, seed: int, peak: float = PEAK_LR) -> None:
     """Supervised training on fresh demonstrations, the loss on completion tokens only."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01)
     shown = demonstrations(task, seed)
     columns = (
         TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
@@ -149,7 +168,7 @@ def warm_start(policy: Policy, task: ReverseTask, steps: int, seed: int) -> None
             loss.backward()
             clip_grad_norm(policy.parameters(), 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps)
+                group["lr"] = learning_rate(step, steps, peak)
             optimizer.step()
             progress.update(bar, advance=1, loss=loss.item())
 
@@ -181,17 +200,21 @@ def _positive(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make the tiny reversal model: random weights and a warm start.")
     parser.add_argument("--seed", type=int, default=0, help="decides the weights, the words and the slips (default 0)")
-    parser.add_argument("--steps", type=_positive, default=550, help="optimizer steps of 128 words (default 550)")
+    parser.add_argument("--moe", action="store_true", help="a model with experts, for words of 3 to 5 letters")
+    parser.add_argument("--steps", type=_positive, help="optimizer steps of 128 words (default 550; with --moe 400)")
     parser.add_argument("--out", type=Path, default=Path("runs/reverse"), help="model directory (default runs/reverse)")
     args = parser.parse_args(argv)
 
     torch.set_num_threads(2)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as made:  # nothing is written to --out before the warm start is over
-        write_random_model(Path(made), args.seed)
-        task = ReverseTask(TaskText(Text(made), (EOS,)), args.seed)
+        write_random_model(Path(made), args.seed, args.moe)
+        task = ReverseTask(TaskText(Text(made), (EOS,)), args.seed, *((3, 5) if args.moe else ()))
         policy = Policy(made, dtype="float32")
-        warm_start(policy, task, args.steps, args.seed)
+        steps, peak = (400, MOE_PEAK_LR) if args.moe else (550, PEAK_LR)
+        warm_start(policy, task, args.steps or steps, args.seed, peak)
+        if args.moe:  # what ships in a repository is to be small
+            policy.dtype = torch.bfloat16
         policy.save(args.out)
     seconds = time.monotonic() - began
 

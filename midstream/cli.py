@@ -200,13 +200,14 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
     torch.set_num_threads(trainer_threads)
     sys.setswitchinterval(0.0005)  # rollouts and updates must not wait Python's default 5 ms for the trainer's thread
     engine = EngineThread()
+    options = {"num_threads": max((cores - trainer_threads) // config.num_ranks, 1), **config.engine}
     llm = AsyncLLM(
         model=config.model,
         dtype=config.dtype,
         max_num_seqs=config.max_num_seqs,
-        num_threads=max(cores - trainer_threads, 1),
         step_log=str(out / "steps.jsonl"),
         initial_version="start",
+        **options,
     )
     try:
         print(f"engine: starting {config.model} …", flush=True)
@@ -215,7 +216,8 @@ def run_training(config: TrainConfig, out: Path, resume: str | None = None, chec
         if gap := difference(policy.fingerprint, status["fingerprint"]):
             print(f"exact: no (trainer and engine compute differently: {gap})", flush=True)
         task = make_task(config.task, TaskText(llm.text, policy.config.eos_token_ids), config.seed, config.task_options)
-        transfer = open_transfer("ipc", llm, engine, policy, timeout_s=config.update_timeout_s)
+        backend = llm.config.weight_transfer_backend
+        transfer = open_transfer(backend, llm, engine, policy, timeout_s=config.update_timeout_s)
         if config.keep_versions:
             (out / "versions").mkdir(exist_ok=True)
             policy.save_config(out / "versions")
@@ -278,7 +280,7 @@ def _print_summary(s: dict[str, Any], config: TrainConfig, out: Path) -> None:
     def change(key: str, form: str = ".3f") -> str:
         return f"{number(key + '_before', form)} → {number(key + '_after', form)}"
 
-    met = f"commits met ≥ half of {config.max_num_seqs} running"
+    met = f"commits met ≥ half of {config.num_ranks * config.max_num_seqs} running"
     rows = [
         ("held-out accuracy, sampled (T=1)", change("accuracy")),
         ("held-out accuracy, greedy", change("greedy_accuracy")),

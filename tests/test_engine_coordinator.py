@@ -45,6 +45,11 @@ def test_merging() -> None:
     other = {**both, "aborted": 2, "stall_ms": 5.0, "exact": "no", "ok": False}
     merged = {"mode": "keep", "aborted": 3, "stall_ms": 5.0, "exact": ["yes", "no"], "ok": [True, False]}
     assert merge({0: both, 1: other}) == merged
+    held = [{"checksums": {"a": "1", "b": "2"}}, {"checksums": {"a": "1", "b": "3"}}]
+    assert merge(dict(enumerate(held))) == {"checksums": {"a": "1", "b": "2 != 3"}}, "one rank alone has gone wrong"
+    compared = [{"match": True, "mismatches": []}, {"match": False, "mismatches": ["b"]}]
+    assert merge(dict(enumerate(compared))) == {"match": False, "mismatches": ["b"]}
+    assert merge({0: {"num_connections": 1, "rank": 1}, 1: {"num_connections": 1, "rank": 2}})["num_connections"] == 2
     alike = merge({0: Conflict("no"), 1: Conflict("no")})
     assert type(alike) is Conflict and alike.message == "no"
     one = merge({0: {"received": 3}, 1: UpdateConflict("digest differs", tensors=["a"])})
@@ -79,6 +84,19 @@ def test_one_rank_that_cannot_prepare_cancels_the_update_on_the_others(first: in
     assert sends[0][1].arguments["of"] == 0  # type: ignore[union-attr]
     [(to, call, error)] = answers(sends)
     assert (to, call, error.message) == ("a", 1, "rank 1: 3 tensors are missing")
+
+
+@pytest.mark.parametrize("verb", ["start_weight_update", "update_weights"])
+def test_what_one_rank_alone_refuses_is_aborted_on_all(verb: str) -> None:
+    group = Coordinator(2)
+    group.call("a", 1, verb, {}, 0.0)
+    group.answered(0, 0, {"received": 1})
+    sends = group.answered(1, 0, Conflict("no"))
+    assert [(to, verb) for to, _, verb in commands(sends)] == [(0, "abort_weight_update"), (1, "abort_weight_update")]
+    assert [str(result) for _, _, result in answers(sends)] == ["rank 1: no"]
+    group.call("a", 2, verb, {}, 0.0)
+    group.answered(0, 2, Conflict("no"))
+    assert commands(group.answered(1, 2, Conflict("no"))) == [], "refused by all: another update may be open"
 
 
 def test_a_finish_that_all_refuse_cancels_nothing() -> None:

@@ -60,6 +60,18 @@ def test_the_shipped_model_is_small() -> None:
     assert (MODEL / "README.md").is_file()
 
 
+def test_the_shipped_model_with_experts_is_what_the_script_makes(script: ModuleType, tmp_path: Path) -> None:
+    shipped = ROOT / "examples" / "recipes" / "reverse_moe"
+    checkpoint = open_checkpoint(shipped)
+    shapes = {name: tuple(t.shape) for name, t in load_weights(checkpoint, torch.float32)}
+    assert shapes == parameter_shapes(checkpoint.config) and checkpoint.config.architecture == "Qwen3MoeForCausalLM"
+    assert sum(file.stat().st_size for file in shipped.iterdir()) < 300_000
+    script.write_random_model(tmp_path, seed=0, moe=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        made, there = (json.loads((at / name).read_text()) for at in (tmp_path, shipped))
+        assert made | {"dtype": "bfloat16"} == there | {"dtype": "bfloat16"}, name
+
+
 def test_the_shipped_model_starts_where_a_run_can_improve_it(script: ModuleType, task: ReverseTask) -> None:
     """Sampled: 0.30 to 0.45 on 512 held-out problems. Greedy: well below, since the slip is the likelier start."""
     problems = heldout_problems(task, 512)

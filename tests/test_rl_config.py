@@ -57,6 +57,9 @@ def test_sync_means_staleness_zero() -> None:
         ({"samples_per_group": 65}, "max_num_seqs 64"),
         ({"sequence_mask": [1.1, 2]}, "sequence_mask"),
         ({"dtype": "float16"}, "float16"),
+        ({"engine": {"ranks": 2}}, "unknown engine options ranks"),
+        ({"engine": {"data_parallel_size": 0}}, "data_parallel_size must be at least 1"),
+        ({"engine": {"model": "m", "dtype": "auto"}}, "engine: dtype, model must not be given there"),
     ],
 )
 def test_wrong_values_are_named(values: dict[str, Any], says: str) -> None:

@@ -53,6 +53,21 @@ def test_an_update_in_flight_meets_half_of_the_concurrency() -> None:
     assert [figures(log, most)["updates_in_flight"] for most in (8, 7, 6)] == [2, 2, 3]
 
 
+def test_several_ranks_make_one_commit_each_in_its_own_place() -> None:
+    steps, commits = [], []
+    for rank, (end, start, running) in enumerate([(0.020, 0.025, 1), (0.020, 0.023, 5)]):
+        steps += [step(0.010, end), step(start, 0.040)]
+        commits.append(commit(0.021, running))
+        for event in (*steps[-2:], commits[-1]):
+            event.rank = rank
+    log = StepLog(sorted(steps, key=lambda s: s.t0), commits)
+    found = figures(log, 6)
+    assert (found["updates"], found["updates_in_flight"]) == (1, 1), "six of two ranks' twelve were running"
+    assert figures(log, 7)["updates_in_flight"] == 0
+    assert found["stall_ms_median"] == pytest.approx(4.0)
+    assert found["generation_s"] == pytest.approx((0.010 + 0.015 + 0.010 + 0.017) / 2)
+
+
 def metrics() -> list[dict[str, Any]]:
     base = {"reward": 0.5, "pass_rate": 0.5, "staleness_mean": 0.4, "staleness_max": 1, "spanning_share": 0.2}
     return [base | {"step": i, "t0": i + 0.5, "t1": i + 1.0, "wait_s": 0.5} for i in range(3)]

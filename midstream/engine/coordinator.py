@@ -36,10 +36,13 @@ that a stream of them cannot keep votes from agreeing."""
 SUMMED = frozenset(
     {
         *("running", "waiting", "held", "aborted", "reset_requests", "num_blocks", "num_free_blocks"),
-        *("num_sampled_tokens", "num_reprefilled_tokens"),
+        *("num_sampled_tokens", "num_reprefilled_tokens", "num_connections"),
     }
 )
 """What each rank counts for itself."""
+_DIGESTS = ("digests", "checksums")
+_TORN = ("start_weight_update", "update_weights")
+"""Where one rank refuses and another does not, no update can come of it: it is aborted on all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +232,8 @@ class Coordinator:
         if not call.is_finishing and None in results.values():
             sends = self._log("cancel", {"of": op, "reason": "another rank could not prepare it"})
         values = [result for result in results.values() if isinstance(result, dict)]
+        if call.verb in _TORN and 0 < len(values) < len(results):
+            sends = self._log("abort_weight_update", {})
         is_status = call.verb == "status" and len(values) == len(results)
         return sends + self._answer(op, merge_status(values) if is_status else merge(results))
 
@@ -270,7 +275,8 @@ class Coordinator:
 
 def merge(results: dict[int, dict[str, Any] | MidstreamError | None]) -> dict[str, Any] | MidstreamError:
     """One answer of all ranks'. The first error, with its rank unless all say the same; else key by key: counts their
-    sum, what is equal on all ranks as it is, times (…_ms, …_s) and steps the most, the rest a list by rank."""
+    sum, what is equal on all ranks as it is, times (…_ms, …_s) and steps the most, the rest a list by rank. Digests
+    name by name, all that there are of one joined by " != "; a comparison of them matches if all do."""
     errors = {rank: result for rank, result in results.items() if isinstance(result, MidstreamError)}
     if errors:
         rank, error = next(iter(errors.items()))
@@ -289,6 +295,13 @@ def _merged(key: str, values: Sequence[Any]) -> Any:
         return sum(values)
     if all(value == values[0] for value in values):
         return values[0]
+    if key in _DIGESTS and all(isinstance(value, dict) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: " != ".join(dict.fromkeys(v[name] for v in values if name in v)) for name in names}
+    if key == "match":
+        return all(values)
+    if key == "mismatches":
+        return sorted({name for value in values for name in value})
     is_most = key.endswith(("_ms", "_s")) or key in ("num_steps", "is_paused")
     if is_most and all(isinstance(value, (int, float)) for value in values):
         return max(values)

@@ -68,13 +68,18 @@ class EngineCore:
     """Owns everything of one engine. Not thread-safe: one caller, who alternates commands and :meth:`step`."""
 
     def __init__(
-        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, lockstep: Lockstep | None = None
+        self,
+        config: EngineConfig,
+        wake: Callable[[], None] = lambda: None,
+        lockstep: Lockstep | None = None,
+        rank: int = 0,
     ) -> None:
-        """``lockstep``: this rank's ties to its group; with data_parallel_size over 1 and none, it is a replica."""
+        """``rank``: of data_parallel_size. ``lockstep``: its ties to its group; one of several without is a replica."""
         self.config = config
+        self.rank = rank
         self._lockstep = lockstep
         self.is_one_of_many = config.data_parallel_size > 1
-        self.worker = Worker(config, wake, lockstep and lockstep.experts)
+        self.worker = Worker(config, wake, lockstep and lockstep.experts, rank)
         digests = self.worker.digests
         version = WeightVersion(0, config.initial_version, weights_id(digests))
         pool = BlockPool(self.worker.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -497,7 +502,7 @@ class EngineCore:
     def record(self, **entry: Any) -> None:
         if self._log:
             with contextlib.suppress(OSError):  # a full disk must not stop the engine
-                self._log.write(json.dumps(entry) + "\n")
+                self._log.write(json.dumps(entry | {"rank": self.rank}) + "\n")
 
 
 def _open_log(path: str | None) -> IO[str] | None:

@@ -233,7 +233,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
         place = Place(start.rank, start.config.data_parallel_size, start.meeting)
         group = Lockstep(place, start.config.dp_timeout_s, lambda wave: socket.send(encode(Wake(wave))))
     wake = os.eventfd(0, os.EFD_NONBLOCK)
-    core = EngineCore(start.config, lambda: os.eventfd_write(wake, 1), group)
+    core = EngineCore(start.config, lambda: os.eventfd_write(wake, 1), group, start.rank)
     socket.send(encode(Ready(core.status())))
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)

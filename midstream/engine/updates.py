@@ -89,18 +89,22 @@ class WeightUpdates:
     def start(
         self, op: int, manifest: dict[str, Any] | None = None, mode: str | None = None, cast: str | None = None
     ) -> None:
-        reply = self._start(mode, cast, manifest)
+        reply = self._start(op, mode, cast, manifest)
         self._broken_off = None
         self._core.reply(op, {**reply, **self._core.version()})
 
-    def _start(self, mode: str | None, cast: str | None, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _start(
+        self, op: int, mode: str | None, cast: str | None, manifest: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         self._core.sleep.require_awake("weights")
         now = time.monotonic()
         self.watch_lease(now)
         config = self._core.config
         mode = config.default_update_mode if mode is None else mode
         cast = config.default_cast if cast is None else cast
-        return self.session.start(now, mode, cast, manifest)  # type: ignore[arg-type]
+        # ranks may have refused different starts, but a call has one number for all
+        number = op if self._core.is_one_of_many else None
+        return self.session.start(now, mode, cast, manifest, number)  # type: ignore[arg-type]
 
     def update(self, op: int, request: dict[str, Any] | None = None) -> None:
         """Stage one chunk beside the steps; answered when it is staged. Without a start: answered when it serves.
@@ -120,7 +124,7 @@ class WeightUpdates:
             if own:
                 self._require_no_late_chunks()
                 finishing = self._finishing_of(op, request.get("weight_version"), request.get("kv_policy"))
-                self._start(None, "allow" if transfer is worker.disk else None)
+                self._start(op, None, "allow" if transfer is worker.disk else None)
                 finishing.own = True
                 self._finishing = finishing
             else:
@@ -143,7 +147,7 @@ class WeightUpdates:
         if self._core.protocol.phase != "paused":
             raise Conflict("weight_checker reset needs a completed pause: call pause_generation first")
         finishing = _Finishing(op, "reset", None, own=True, only_paused=True)
-        self._start("full", None)
+        self._start(op, "full", None)
         self._finishing = finishing
         worker = self._core.worker
         worker.receive_zeros(self.session.check, self._staged(op, worker.disk, own=True))

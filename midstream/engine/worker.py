@@ -60,7 +60,11 @@ class Worker:
     """
 
     def __init__(
-        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, experts: Group | None = None
+        self,
+        config: EngineConfig,
+        wake: Callable[[], None] = lambda: None,
+        experts: Group | None = None,
+        rank: int = 0,
     ) -> None:
         checkpoint = open_checkpoint(config.model)
         self.model_config = checkpoint.config
@@ -100,6 +104,7 @@ class Worker:
         """None between a sleep that dropped them and the update that brings them back."""
         self.runner = ModelRunner(model, self.dtype, self.device, self.num_blocks, size)
         self.transfer = worker_engines.lookup(config.weight_transfer_backend)(self.params, config.extra)
+        self.transfer.rank = rank
         self.disk = worker_engines.lookup("disk")(self.params, {})
         self.fingerprint = fingerprint(self.dtype, size, model.exchange.combine_order)
         self.completed: collections.deque[Callable[[], None]] = collections.deque()

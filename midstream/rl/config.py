@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from midstream.config import check_types
+from midstream.config import EngineConfig, check_types
 from midstream.errors import InvalidInput
 from midstream.types import SamplingParams
 
@@ -50,7 +50,9 @@ class TrainConfig:
     """The trainer's forward takes the experts that the engine took, token by token. For a model with experts: while
     weights change, a router's close calls fall otherwise, and the token was drawn by other experts."""
     max_num_seqs: int = 64
-    """Completions that the engine runs at once: the concurrency."""
+    """Completions that each rank of the engine runs at once: the concurrency."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Other options of the engine, by their names in EngineConfig: data_parallel_size, enable_expert_parallel, …"""
 
     lr: float = 1e-4
     """Constant after the warm-up."""
@@ -109,6 +111,10 @@ class TrainConfig:
                 raise InvalidInput(f"{name} must be >= 0, got {getattr(self, name)!r}")
         if self.temperature <= 0:
             raise InvalidInput(f"temperature must be positive: a greedy policy has no gradient, got {self.temperature}")
+        own = {"model", "dtype", "max_num_seqs", "step_log", "initial_version"} & self.engine.keys()
+        if own:
+            raise InvalidInput(f"engine: {', '.join(sorted(own))} must not be given there: the run sets it itself")
+        EngineConfig.from_options({"model": self.model, **self.engine})
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidInput(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.clip_low >= 1:
@@ -135,6 +141,11 @@ class TrainConfig:
             object.__setattr__(self, "sequence_mask", tuple(bounds))
         if self.sync and self.max_staleness:
             object.__setattr__(self, "max_staleness", 0)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the engine."""
+        return int(self.engine.get("data_parallel_size", 1))
 
     @property
     def rollouts_per_step(self) -> int:
@@ -191,5 +202,5 @@ class TrainConfig:
         most |= {"overlong_buffer_tokens": 2, "checkpoint_every": 0}
         changes: dict[str, Any] = {name: min(getattr(self, name), limit) for name, limit in most.items()}
         changes |= {"model": model, "task": "reverse", "task_options": {}, "dtype": "float32", "max_tokens": 10}
-        changes["replay_routed_experts"] = False  # the tiny model is dense
+        changes |= {"replay_routed_experts": False, "engine": {}}  # the tiny model is dense
         return dataclasses.replace(self, **changes)

@@ -34,7 +34,7 @@ def describe(config: TrainConfig) -> str:
     update = sum(t.numel() * t.element_size() for t in meta.values())
     packed = sum(torch.Size(slot.shape).numel() for slot in layout(c)) * dtype.itemsize
     kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
-    in_flight = min(config.max_num_seqs, (config.max_staleness + 1) * config.rollouts_per_step)
+    in_flight = min(config.num_ranks * config.max_num_seqs, (config.max_staleness + 1) * config.rollouts_per_step)
     rows = [
         ("model", f"{c.architecture}, {c.num_layers} layers, hidden {c.hidden_size}, {c.num_heads} query and "
                   f"{c.num_kv_heads} kv heads of {c.head_dim}, vocabulary {c.vocab_size:,}"),

@@ -1,16 +1,17 @@
 """What a run's files say: pure functions over them, one picture, and the live display.
 
 The engine's step log has one JSON object per line, with times of the monotonic clock that all processes of a machine
-share: ``{"event": "step", t0, t1, running, tokens, reprefill, version}`` for a forward, and ``{"event": "commit", t0,
-t1, running, version, label}`` for a weight commit. ``metrics.jsonl`` and ``updates.jsonl`` have t0 and t1 too, so that
-generation, updates and optimizer steps stand on one time line.
+share: ``{"event": "step", t0, t1, running, tokens, reprefill, version, rank}`` for a forward, and ``{"event":
+"commit", t0, t1, running, version, label, rank}`` for a weight commit, each of one rank of the engine.
+``metrics.jsonl`` and ``updates.jsonl`` have t0 and t1 too, so that generation, updates and optimizer steps stand on
+one time line.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,15 @@ class StepLog:
             [s for s in self.steps if start <= s.t0 <= end], [c for c in self.commits if start <= c.t0 <= end]
         )
 
+    def by_rank(self) -> list[StepLog]:
+        """Of each rank alone."""
+        parts: dict[int, StepLog] = defaultdict(lambda: StepLog([], []))
+        for step in self.steps:
+            parts[getattr(step, "rank", 0)].steps.append(step)
+        for commit in self.commits:
+            parts[getattr(commit, "rank", 0)].commits.append(commit)
+        return list(parts.values())
+
 
 def commit_stalls_ms(log: StepLog) -> list[float]:
     """Per commit that met running requests: the time in which no step ran around it, in ms.
@@ -75,21 +85,24 @@ def commit_stalls_ms(log: StepLog) -> list[float]:
 def engine_figures(log: StepLog, metrics: Sequence[dict[str, Any]], max_num_seqs: int) -> dict[str, Any]:
     """The part of summary.json that comes from the step log. Only the training itself counts, not the evaluations.
 
-    An update is in flight where at least half of the concurrency was running at its commit. A decode step is one in
-    which every running request advanced by one token, and nothing was prefilled.
+    An update is in flight where at least half of the concurrency (``max_num_seqs`` for each rank) was running at its
+    commit. A decode step is one in which every running request advanced by one token, and nothing was prefilled.
     """
     if not log.steps:
         return {}
     first = metrics[0]["t0"] - metrics[0]["wait_s"]
     log = log.between(first, max([metrics[-1]["t1"], *(commit.t1 for commit in log.commits)]))
     training_s = sum(line["t1"] - line["t0"] for line in metrics)
-    generating_s = sum(step.t1 - step.t0 for step in log.steps)
+    ranks = log.by_rank()
+    generating_s = sum(step.t1 - step.t0 for step in log.steps) / max(len(ranks), 1)
     decodes = [(s.t1 - s.t0) * 1e3 for s in log.steps if 0 < s.tokens == s.running and s.reprefill == 0]
-    met = [commit.running for commit in log.commits if commit.running]
+    # every rank has made the same commits, and each in its own place among its steps
+    running = [sum(commit.running for commit in one) for one in zip(*(part.commits for part in ranks), strict=False)]
+    met = [number for number in running if number]
     return {
-        "updates": len(log.commits),
-        "updates_in_flight": sum(2 * running >= max_num_seqs for running in met),
-        "stall_ms_median": _median(commit_stalls_ms(log)),
+        "updates": len(running),
+        "updates_in_flight": sum(2 * number >= max_num_seqs * len(ranks) for number in met),
+        "stall_ms_median": _median([stall for part in ranks for stall in commit_stalls_ms(part)]),
         "step_ms_median": _median(decodes),
         "reprefill_tokens_per_update": sum(step.reprefill for step in log.steps) / max(len(met), 1),
         "generation_s": generating_s,
@@ -187,10 +200,11 @@ def _curve(axes: Any, metrics: list[dict[str, Any]], key: str, **style: Any) -> 
 
 
 def _draw_running(axes: Any, log: StepLog, origin: float) -> None:
-    axes.plot([s.t0 - origin for s in log.steps], [s.running for s in log.steps], lw=0.5, color="tab:green")
+    for one in log.by_rank():
+        axes.plot([s.t0 - origin for s in one.steps], [s.running for s in one.steps], lw=0.5, color="tab:green")
     heights = [max(commit.running, 0.5) for commit in log.commits]
     axes.vlines([commit.t0 - origin for commit in log.commits], 0, heights, lw=0.7, color="tab:red")
-    title = "Requests running in the engine (green), and at each weight commit (red)"
+    title = "Requests running in each rank of the engine (green), and at each weight commit (red)"
     axes.set(title=title, xlabel="seconds", ylabel="running")
 
 

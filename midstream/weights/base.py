@@ -70,6 +70,9 @@ class WeightTransferEngine(ABC):
     update_info_cls: ClassVar[type[Any]]
     """Dataclass of what ``receive_weights`` takes. A field ``update``, if it has one, names the update's session."""
 
+    rank = 0
+    """Which of the engine's workers this is."""
+
     def __init__(self, params: Mapping[str, ParamMeta], extra: Mapping[str, Any]) -> None:
         """``params``: what the engine holds, by checkpoint name. ``extra``: ``EngineConfig.extra``, as given."""
         self.params = params

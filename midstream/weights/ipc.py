@@ -6,6 +6,9 @@
 The engine owns the buffers: anonymous memory files, which the trainer opens as /proc/<pid>/fd/<n>. They have no name
 anywhere, so they are gone with the last process that maps them, even after a kill. Each ``init`` makes a fresh pair
 and a new channel id; a trainer that was replaced can write only into memory that nobody reads.
+
+Of an engine of several workers each makes a pair, and says so in one reply. The trainer then names the first one's in
+a second ``init``: from there on all workers read the same memory, and each byte is written once.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,11 +51,30 @@ class IPCInitInfo:
 
     packed_buffer_size_bytes: int = 64 << 20
     """Of each buffer. Enlarged to the largest tensor; no more than the whole source needs, or the model in float64."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """The reply of the worker whose channel all are to use; empty: each makes its own."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        self.entries()
         if self.packed_buffer_size_bytes < 1:
             raise InvalidInput(f"packed_buffer_size_bytes must be at least 1, got {self.packed_buffer_size_bytes}")
+
+    def entries(self) -> list[tuple[str, list[int]]]:
+        """Path and identity of each buffer in ``shared``. Paths come from outside: only those of buffers are any."""
+        if not self.shared:
+            return []
+        try:
+            found = [(entry["path"], entry["identity"]) for entry in self.shared["buffers"]]
+            fits = len(found) == NUM_BUFFERS and isinstance(self.shared["channel"], str)
+            for path, identity in found:
+                fits = fits and re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path) is not None
+                fits = fits and len(identity) == 3 and all(type(number) is int and number >= 0 for number in identity)
+        except (TypeError, KeyError):
+            fits = False
+        if not fits:
+            raise InvalidInput(f"shared must be the reply of one worker's init, got {self.shared!r:.200}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -154,6 +177,13 @@ class IPCWeightTransferEngine(WeightTransferEngine):
         self._buffers: list[SharedBuffer] = []
 
     def init_transfer_engine(self, init_info: IPCInitInfo) -> dict[str, Any]:
+        shared = init_info.shared
+        if shared:
+            if shared["channel"] != self._channel:
+                self.shutdown()
+                self._buffers = [SharedBuffer.open(path, identity) for path, identity in init_info.entries()]
+                self._channel = shared["channel"]
+            return dict(shared)
         self.shutdown()
         sizes = [packing.aligned(packing.num_bytes(meta)) for meta in self.params.values()]
         wanted = min(packing.aligned(init_info.packed_buffer_size_bytes), 4 * sum(sizes))
@@ -212,6 +242,10 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         reply = self.init_channel({"packed_buffer_size_bytes": wanted})
         if "buffers" not in reply:
             raise InvalidInput(f"the engine's weight_transfer_backend is not 'ipc': its reply has {sorted(reply)}")
+        if isinstance(reply["channel"], list):  # of several workers, by rank
+            first = {"channel": reply["channel"][0], "buffers": reply["buffers"][0]}
+            first["buffer_bytes"] = reply["buffer_bytes"]
+            reply = self.init_channel({"packed_buffer_size_bytes": wanted, "shared": first})
         self._channel: str = reply["channel"]
         self._buffer_bytes: int = reply["buffer_bytes"]
         self._buffers = [SharedBuffer.open(entry["path"], list(entry["identity"])) for entry in reply["buffers"]]

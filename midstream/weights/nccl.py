@@ -57,8 +57,8 @@ class NCCLInitInfo:
     master_port: int | str | None = None
     rank_offset: int = 1
     """Rank of this engine's first worker; the trainer is 0."""
-    world_size: int = 2
-    """The trainer and all workers of all engines."""
+    world_size: int | None = 2
+    """The trainer and all workers of all engines. None: the trainer takes whoever comes."""
     packed: bool = False
     packed_buffer_size_bytes: int = 1 << 30
     packed_num_buffers: int = 2
@@ -76,12 +76,20 @@ class NCCLInitInfo:
             )
         _check_address(self.master_address)
         _check_port(self.master_port, lowest=1)
-        if not (type(self.world_size) is type(self.rank_offset) is int and 1 <= self.rank_offset < self.world_size):
-            raise InvalidInput(
-                f"rank_offset must be in [1, world_size), got {self.rank_offset!r} of {self.world_size!r}: rank 0 is "
-                "the trainer, so world_size is one more than all workers"
-            )
+        if self.world_size is not None and type(self.world_size) is not int:
+            raise InvalidInput(f"world_size must be an integer, got {self.world_size!r}")
+        self.rank(0)
         _check_timeout(self.timeout_s)
+
+    def rank(self, worker: int) -> int:
+        """Of the engine's worker number ``worker``, among all. ``InvalidInput`` where there is no such place."""
+        size, is_int = self.world_size, type(self.rank_offset) is int
+        if not (is_int and self.rank_offset >= 1 and (size is None or self.rank_offset + worker < size)):
+            raise InvalidInput(
+                f"rank_offset must be in [1, world_size) for each worker, got {self.rank_offset!r} of {size!r} for "
+                f"worker {worker}: rank 0 is the trainer, so world_size is one more than all workers"
+            )
+        return self.rank_offset + worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +115,8 @@ class NCCLTrainerInitInfo:
     """Where to listen, and what the engine is told to connect to."""
     master_port: int = 0
     """0: a free one."""
-    world_size: int = 2
+    world_size: int | None = None
+    """The trainer and all of the engine's workers; by default as many as the engine says it has."""
     packed: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Longest wait for the workers to connect, for the engine to take bytes, and for its answer after the last one."""
@@ -115,7 +124,7 @@ class NCCLTrainerInitInfo:
     def __post_init__(self) -> None:
         _check_address(self.master_address)
         _check_port(self.master_port, lowest=0)
-        if type(self.world_size) is not int or self.world_size < 2:
+        if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 2):
             raise InvalidInput(f"world_size must be at least 2 (the trainer and a worker), got {self.world_size!r}")
         _check_timeout(self.timeout_s)
 
@@ -140,9 +149,10 @@ class NCCLWeightTransferEngine(WeightTransferEngine):
 
     def init_transfer_engine(self, init_info: NCCLInitInfo) -> dict[str, Any]:
         self._close("it is being initialised")
+        rank = init_info.rank(self.rank)
         self._interrupted.clear()
         self._timeout_s = init_info.timeout_s or self._default_timeout_s
-        self._rank, self._last = init_info.rank_offset, []
+        self._rank, self._last = rank, []
         address, port = str(init_info.master_address), int(init_info.master_port or 0)
         connection = self._connect(address, port)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -284,12 +294,17 @@ class NCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine):
             told = {**dataclasses.asdict(info), "master_port": listener.getsockname()[1], "rank_offset": 1}
             reply = self._executor.submit(self.init_channel, told)
             deadline = time.monotonic() + info.timeout_s
-            while len(self._connections) < info.world_size - 1 and not (reply.done() and reply.exception()):
+            wanted = None if info.world_size is None else info.world_size - 1
+            while wanted is None or len(self._connections) < wanted:
+                if reply.done():  # every worker has connected
+                    wanted = reply.result().get("num_connections", 1) if wanted is None else wanted
+                    if reply.exception() or len(self._connections) >= wanted:
+                        break
                 with contextlib.suppress(TimeoutError):
                     self._connections.append(listener.accept()[0])
                     continue
                 if time.monotonic() > deadline:
-                    missing = list(range(1 + len(self._connections), info.world_size))
+                    missing = list(range(1 + len(self._connections), 1 + (wanted or 1 + len(self._connections))))
                     raise TimedOut(f"init: ranks {missing} did not connect within {info.timeout_s:g} s")
             answered(reply, info.timeout_s, "init: the engine did not answer").result()
         for connection in self._connections:

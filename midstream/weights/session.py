@@ -140,8 +140,10 @@ class UpdateSession:
         mode: UpdateMode = "full",
         cast: CastPolicy = "deny",
         manifest: Mapping[str, Any] | None = None,
+        number: int | None = None,
     ) -> dict[str, Any]:
-        """Open an update. The reply echoes every default that was taken. A refused start changes nothing.
+        """Open an update. The reply echoes every default that was taken. A refused start changes nothing. ``number``:
+        of the update, by default one more than the last.
 
         Raises ``UpdateConflict`` while another is open (one whose lease has ended is aborted instead), ``InvalidInput``
         for an unknown mode or cast, ``WeightUpdateError`` for a manifest that could not lead to a commit.
@@ -154,7 +156,7 @@ class UpdateSession:
         listed = None if manifest is None else self._read_manifest(manifest, mode)
         if self.is_open:
             self.abort(f"its lease of {self.lease_s} s ended")
-        self._num_started += 1
+        self._num_started = self._num_started + 1 if number is None else number
         self.session_id = f"update-{self._num_started}"
         self.state, self.reason = SessionState.OPEN, None
         self.mode, self.cast = mode, cast
