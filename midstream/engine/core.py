@@ -68,15 +68,20 @@ class EngineCore:
     """Owns everything of one engine. Not thread-safe: one caller, who alternates commands and :meth:`step`."""
 
     def __init__(
-        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, lockstep: Lockstep | None = None
+        self,
+        config: EngineConfig,
+        wake: Callable[[], None] = lambda: None,
+        lockstep: Lockstep | None = None,
+        number: int = 0,
     ) -> None:
-        """``lockstep``: this rank's ties to its group; with data_parallel_size over 1 and none, it is a replica."""
+        """``lockstep``: this rank's ties to its group; with data_parallel_size over 1 and none, it is a replica.
+        ``number``: the commit number of an engine that was started again, which goes on counting there."""
         self.config = config
         self._lockstep = lockstep
         self.is_one_of_many = config.data_parallel_size > 1
         self.worker = Worker(config, wake, lockstep and lockstep.experts)
         digests = self.worker.digests
-        version = WeightVersion(0, config.initial_version, weights_id(digests))
+        version = WeightVersion(number, config.initial_version, weights_id(digests))
         pool = BlockPool(self.worker.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             pool,
@@ -126,6 +131,8 @@ class EngineCore:
             "status": lambda op: self.reply(op, self.status()),
             "load_grammar_tokenizer": self._load_grammar_tokenizer,
             "weight_digests": self.updates.digests,
+            "save_weights": self.updates.save,
+            "adopt": self.updates.adopt,
         }
 
     # -- commands ----------------------------------------------------------------------------------------------
@@ -275,6 +282,7 @@ class EngineCore:
 
     def agree(self, position: int) -> None:
         """All replicas were due at ``position``."""
+        self._said_due = -1  # what is open now, or comes at this very position, has a boundary of its own
         self.act(self.protocol.agree(position))
 
     def _step_together(self, group: Lockstep) -> bool:
@@ -461,6 +469,7 @@ class EngineCore:
         return {
             "state": self.protocol.phase,
             "mode": self.protocol.mode,
+            "clear_cache": self.protocol.clear_cache,
             "paused_since": self.pauses.since,
             "owner": self.pauses.owner,
             "lease_left_s": self.pauses.lease_left_s,
