@@ -459,8 +459,9 @@ class Ranks:
             return
         if isinstance(error, RankLost):  # it lost another one
             gone = max(self._ranks, key=lambda one: (one.process.exit_code is not None, one.num_silent))
-            which = f"rank {gone.index} was lost" if gone is not rank and gone.num_silent else "a rank was lost"
-            lost: MidstreamError = EngineDead(f"{which}: {error.message}", rank=gone.index)
+            is_known = gone is not rank and (gone.process.exit_code is not None or gone.num_silent > 0)
+            which = f"rank {gone.index}" if is_known else "a rank"
+            lost: MidstreamError = EngineDead(f"{which} was lost: {error.message}")
         elif isinstance(error, EngineDead):
             what = (
                 f"rank {rank.index} was lost: {error.message}"
