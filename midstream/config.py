@@ -95,6 +95,9 @@ class EngineConfig:
     """Steps between two votes with dp_vote interval."""
     dp_timeout_s: float = 60.0
     """A rank that is silent for this long in what all ranks do together is lost, and its group ends."""
+    elastic: bool = False
+    """Start lost data-parallel ranks again: a replica alone, while the others serve on, ranks that step together as
+    one. What was started again serves once it has the weights that the engine served."""
     weight_transfer_backend: str = "ipc"
     """Registered name, or module:Class, of the WeightTransferEngine; a class is taken as its module:Class."""
     default_update_mode: UpdateMode = "full"
@@ -119,6 +122,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.elastic and self.data_parallel_size == 1:
+            raise InvalidInput("elastic needs data_parallel_size over 1")
         for name in ("num_blocks", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -16,6 +16,7 @@
     ├── EnginePaused                503  retryable: new requests are refused while an abort or wait pause holds
     ├── TimedOut (TimeoutError)     504  a bounded wait ended; says what was still missing
     ├── RewardError                 500  a task's reward function failed or took too long
+    ├── NotReady                    503  retryable: the engine is started again, or waits for the current weights
     ├── RankLost                    503  a rank of this group ended or fell silent; the group ends with it
     └── EngineDead                  503  the engine process ended; every open stream gets this
 
@@ -126,6 +127,13 @@ class TimedOut(MidstreamError, TimeoutError):
 
 class RewardError(MidstreamError):
     """A reward function raised or exceeded its time limit."""
+
+
+class NotReady(MidstreamError):
+    """The engine was started again after a loss and does not serve yet. Try again later."""
+
+    status = 503
+    retryable = True
 
 
 class RankLost(MidstreamError):

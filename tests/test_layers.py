@@ -53,7 +53,7 @@ FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("ops",),
     "torch.distributed": ("parallel", "weights"),
     "socket": ("engine.process", "serving.async_llm", "serving.server", "weights.nccl"),
-    "zmq": ("engine.process", "serving.async_llm"),
+    "zmq": ("engine.process", "serving.ranks"),
     "msgspec": ("engine.process", "serving.async_llm", "serving.answers"),
     "fastapi": ("serving",),
     "starlette": ("serving",),

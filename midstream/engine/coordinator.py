@@ -17,12 +17,13 @@ is logged. Clocks run here alone and speak through the log: "pause_timed_out" of
 
 In a lockstep group ranks agree by votes of their own, and the loss of one ends the group: every open call fails, all
 ranks and front ends are told. Replicas (``lockstep=False``) agree through the log (:meth:`due`, :class:`Agreed`), and
-the loss of one fails the open calls, undoes what they asked of the others, and leaves those serving.
+the loss of one fails the open calls, undoes what they asked of the others, and leaves those serving. One that was
+started again takes part once it is as the others are at a position of the log at which no call is open (:meth:`join`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,8 @@ class _Open:
     caller: str | None
     call: Any
     verb: str
+    ranks: frozenset[int]
+    """That were asked."""
     results: dict[int, dict[str, Any] | MidstreamError | None] = field(default_factory=dict)
     is_finishing: bool = False
     """All ranks had prepared: "finish" is logged, and what comes now is its result."""
@@ -135,7 +138,7 @@ class Coordinator:
             self._leases[op] = None if lease_s is None else now + lease_s
         elif verb == "resume":
             self._leases.clear()
-        self._open[op] = _Open(caller, call, verb)
+        self._open[op] = _Open(caller, call, verb, frozenset(self.ranks))
         return self._log(verb, arguments)
 
     def tick(self, now: float) -> list[Send]:
@@ -192,6 +195,18 @@ class Coordinator:
             sends += self._answer(op, error)
         return sends + self._agree()
 
+    @property
+    def quiet_at(self) -> int | None:
+        """The position of the log if no call of it is open."""
+        return None if any(call.verb not in PLAIN for call in self._open.values()) else self._position
+
+    def join(self, rank: int, position: int) -> bool:
+        """A replica that is as the others were at ``position`` takes part from now on. False: they have moved on."""
+        if self.lockstep or self.error is not None or self.quiet_at != position:
+            return False
+        self.ranks.add(rank)
+        return True
+
     def _end(self, error: MidstreamError) -> list[Send]:
         """The group is over: whoever waits, or calls from now on, gets this error."""
         self.error = error
@@ -222,16 +237,17 @@ class Coordinator:
 
     def _gathered(self, op: int, call: _Open) -> list[Send]:
         """Once every rank has spoken: commit, cancel, or answer."""
-        if len(call.results) < len(self.ranks) or not self.ranks <= call.results.keys():
+        asked = self.ranks & call.ranks
+        if not asked <= call.results.keys():
             return []
-        results = {rank: call.results[rank] for rank in sorted(self.ranks)}
+        results = {rank: call.results[rank] for rank in sorted(asked)}
         if all(result is None for result in results.values()):
             call.results, call.is_finishing = {}, True
             return self._log("finish", {}, op)
         sends: list[Send] = []
         if not call.is_finishing and None in results.values():
             sends = self._log("cancel", {"of": op, "reason": "another rank could not prepare it"})
-        values = [result for result in results.values() if isinstance(result, dict)]
+        values = {rank: result for rank, result in results.items() if isinstance(result, dict)}
         if call.verb in _TORN and 0 < len(values) < len(results):
             sends = self._log("abort_weight_update", {})
         is_status = call.verb == "status" and len(values) == len(results)
@@ -308,8 +324,9 @@ def _merged(key: str, values: Sequence[Any]) -> Any:
     return list(values)
 
 
-def merge_status(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_status(by_rank: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """One engine's status of all ranks': paused once all are, pausing as soon as one is. ``ranks``: what may differ."""
+    statuses = list(by_rank.values())
     found = {key: _merged(key, [status[key] for status in statuses]) for key in statuses[0]}
     states = {status["state"] for status in statuses}
     found["state"] = states.pop() if len(states) == 1 else "pausing"
@@ -317,4 +334,4 @@ def merge_status(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in ("mode", "paused_since", "owner", "update"):  # the first that has one
         found[key] = next((status[key] for status in statuses if status[key] is not None), None)
     own = ("state", "running", "waiting", "held", "number", "version", "num_steps", "num_free_blocks")
-    return found | {"ranks": [{key: status[key] for key in own} for status in statuses]}
+    return found | {"ranks": [{"rank": rank} | {key: status[key] for key in own} for rank, status in by_rank.items()]}

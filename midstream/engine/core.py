@@ -73,15 +73,17 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         lockstep: Lockstep | None = None,
         rank: int = 0,
+        number: int = 0,
     ) -> None:
-        """``rank``: of data_parallel_size. ``lockstep``: its ties to its group; one of several without is a replica."""
+        """``rank``: of data_parallel_size. ``lockstep``: its ties to its group; one of several without is a replica.
+        ``number``: the commit number of an engine that was started again, which goes on counting there."""
         self.config = config
         self.rank = rank
         self._lockstep = lockstep
         self.is_one_of_many = config.data_parallel_size > 1
         self.worker = Worker(config, wake, lockstep and lockstep.experts, rank)
         digests = self.worker.digests
-        version = WeightVersion(0, config.initial_version, weights_id(digests))
+        version = WeightVersion(number, config.initial_version, weights_id(digests))
         pool = BlockPool(self.worker.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             pool,
@@ -131,6 +133,8 @@ class EngineCore:
             "status": lambda op: self.reply(op, self.status()),
             "load_grammar_tokenizer": self._load_grammar_tokenizer,
             "weight_digests": self.updates.digests,
+            "save_weights": self.updates.save,
+            "adopt": self.updates.adopt,
         }
 
     # -- commands ----------------------------------------------------------------------------------------------
@@ -280,6 +284,7 @@ class EngineCore:
 
     def agree(self, position: int) -> None:
         """All replicas were due at ``position``."""
+        self._said_due = -1  # what is open now, or comes at this very position, has a boundary of its own
         self.act(self.protocol.agree(position))
 
     def _step_together(self, group: Lockstep) -> bool:
@@ -466,6 +471,7 @@ class EngineCore:
         return {
             "state": self.protocol.phase,
             "mode": self.protocol.mode,
+            "clear_cache": self.protocol.clear_cache,
             "paused_since": self.pauses.since,
             "owner": self.pauses.owner,
             "lease_left_s": self.pauses.lease_left_s,

@@ -37,6 +37,8 @@ class Start(msgspec.Struct, tag=True):
     path: list[str]
     rank: int = 0
     meeting: str | None = None
+    number: int = 0
+    """Commit number to go on from, of an engine that is started again."""
 
 
 class Add(msgspec.Struct, tag=True):
@@ -137,11 +139,12 @@ from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 class EngineProcess:
     """The parent's half: starts the child, owns the socket's address and the child's life."""
 
-    def __init__(self, config: EngineConfig, rank: int = 0, meeting: str | None = None) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, meeting: str | None = None, number: int = 0) -> None:
         # A directory of mode 0700: only this user can reach the socket.
         self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
         self.address = f"ipc://{self._directory.name}/core"
-        self.start_message = encode(Start(config, [p for p in sys.path if p] + [os.getcwd()], rank, meeting))
+        path = [p for p in sys.path if p] + [os.getcwd()]
+        self.start_message = encode(Start(config, path, rank, meeting, number))
         self._child: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -163,14 +166,15 @@ class EngineProcess:
         """None while it runs."""
         return None if self._child is None else self._child.poll()
 
-    def end(self, timeout_s: float = 5.0) -> None:
-        """Make sure the child is gone: it had its Shutdown message; after ``timeout_s`` it is killed."""
+    def kill(self) -> None:
         if self._child is not None:
-            try:
-                self._child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait(timeout_s)
+            self._child.kill()
+
+    def clear(self) -> None:
+        """The child has ended: leave nothing of it."""
+        if self._child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(1.0)
             if self._child.stdin:
                 self._child.stdin.close()  # only now: losing its parent would end the child at once, its log unwritten
         self._directory.cleanup()
@@ -233,7 +237,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
         place = Place(start.rank, start.config.data_parallel_size, start.meeting)
         group = Lockstep(place, start.config.dp_timeout_s, lambda wave: socket.send(encode(Wake(wave))))
     wake = os.eventfd(0, os.EFD_NONBLOCK)
-    core = EngineCore(start.config, lambda: os.eventfd_write(wake, 1), group, start.rank)
+    core = EngineCore(start.config, lambda: os.eventfd_write(wake, 1), group, start.rank, start.number)
     socket.send(encode(Ready(core.status())))
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)

@@ -345,6 +345,10 @@ class Protocol:
             raise MidstreamError(f"command {position} of the log came after command {self._position}")
         self._position = position
 
+    def join(self, position: int) -> None:
+        """A replica that was started again is as the others are after command ``position``, and takes the next."""
+        self._position = position
+
     def start_wave(self, wave: int) -> None:
         """START_DP_WAVE was taken: another rank has work in ``wave``. One of a wave that has ended says nothing."""
         if wave > self._wave:

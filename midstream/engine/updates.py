@@ -236,6 +236,20 @@ class WeightUpdates:
 
         self._core.worker.hash_weights(self._unless_failed(op, hashed))
 
+    def save(self, op: int, directory: str) -> None:
+        """What is served, as safetensors in ``directory``: for a replica that was started again."""
+        self._core.sleep.require_weights()
+        saved = self._core.version()
+        self._core.worker.save_weights(directory, self._unless_failed(op, lambda _: self._core.reply(op, saved)))
+
+    def adopt(self, op: int, position: int, number: int, version: str) -> None:
+        """This replica, started again, has the weights of the others: it goes by their number and label, and is where
+        they are in the log."""
+        scheduler = self._core.scheduler
+        scheduler.version = dataclasses.replace(scheduler.version, number=number, label=version)
+        self._core.protocol.join(position)
+        self._core.reply(op, self._core.version())
+
     def abort(self, op: int) -> None:
         aborted = self.session.session_id if self.session.is_open else None
         if aborted:

@@ -12,12 +12,14 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from midstream.config import EngineConfig
 from midstream.engine.runner import ModelRunner
@@ -199,6 +201,18 @@ class Worker:
         assert weights is not None
         held = weights.checkpoint
         self._submit(lambda: {name: digest(tensor) for name, tensor in held(self.model_config).items()}, then)
+
+    def save_weights(self, directory: str, then: Then) -> None:
+        """Write what is held to ``directory``, which is read as any checkpoint's."""
+        weights = self.weights
+        assert weights is not None
+        held = weights.checkpoint
+
+        def save() -> None:
+            tensors = {name: tensor.cpu() for name, tensor in held(self.model_config).items()}
+            save_file(tensors, os.path.join(directory, "model.safetensors"))
+
+        self._submit(save, then)
 
     def _stage(self, staging: Staging, tensors: Iterable[tuple[str, torch.Tensor]], check: Check) -> list[TensorRecord]:
         problems: list[WeightUpdateError | None] = []

@@ -10,44 +10,19 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
-import signal
-import tempfile
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
 from midstream.config import EngineConfig
-from midstream.engine import coordinator as group
-from midstream.engine.process import (
-    Abort,
-    Add,
-    Agreed,
-    Call,
-    EngineProcess,
-    Failed,
-    Lost,
-    Outputs,
-    Ready,
-    Shutdown,
-    StartWave,
-    ToCore,
-    Wake,
-    encode,
-    from_core_decoder,
-)
-from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire, to_wire
+from midstream.engine.process import Abort, Add, Outputs, encode
+from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire
 from midstream.models.hub import located
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
-from midstream.serving.router import Router
+from midstream.serving.ranks import START_TIMEOUT_S, Ranks
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
 
-_START_TIMEOUT_S = 600.0
 _VERB_TIMEOUT_S = 120.0
 _TRANSFER_TIMEOUT_S = 1800.0
 """For bytes on their way; the engine itself gives up much earlier on a trainer that has gone silent."""
@@ -84,22 +59,6 @@ class _Stream:
             raise self.error
 
 
-class _Rank:
-    """One engine process and the socket to it."""
-
-    def __init__(self, process: EngineProcess, context: zmq.asyncio.Context) -> None:
-        self.process = process
-        self.socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
-        self.socket.set_hwm(0)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(process.address)
-        process.launch()
-        self.pidfd = os.pidfd_open(process.pid)
-        self.reader: asyncio.Task[None] | None = None
-        self.status: dict[str, Any] | None = None
-        """Its first one, once it serves."""
-
-
 class AsyncLLM:
     """``async with AsyncLLM(model=…) as llm`` or ``llm = AsyncLLM(…); await llm.start()``; close with ``aclose()``.
 
@@ -110,12 +69,7 @@ class AsyncLLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = located(EngineConfig.from_options({"model": model, **options}))
         self.text = Text(self.config.tokenizer or self.config.model)
-        self._ranks: list[_Rank] = []
-        self._router = Router(self.config.data_parallel_size)
-        self._coordinator: group.Coordinator | None = None
-        """Of several ranks."""
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._clock: asyncio.TimerHandle | None = None
+        self._ranks: Ranks | None = None
         self._streams: dict[str, _Stream] = {}
         self._leaving: dict[str, _Stream] = {}
         """Streams whose reader has left, until the core has said the last word on them."""
@@ -125,76 +79,34 @@ class AsyncLLM:
         self._dead: MidstreamError | None = None
         self.ended = asyncio.Event()
         """Set once the engine is gone, closed or dead."""
-        self._started: asyncio.Future[dict[str, Any]] | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._started: asyncio.Task[dict[str, Any]] | None = None
 
     # -- life --------------------------------------------------------------------------------------------------
 
-    async def start(self, timeout_s: float = _START_TIMEOUT_S) -> dict[str, Any]:
+    async def start(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
         """Start the core and wait until it serves; its first status. Raises what kept it from starting."""
         self._check_alive()
         if self._started is None:
-            loop = asyncio.get_running_loop()
-            self._started = loop.create_future()
-            self._context = zmq.asyncio.Context()
-            for rank, process in enumerate(self._processes()):
-                self._ranks.append(_Rank(process, self._context))
-                loop.add_reader(self._ranks[rank].pidfd, self._process_ended, rank)
-                self._ranks[rank].reader = loop.create_task(self._read(rank))
-                self._post(rank, process.start_message)
+            self._ranks = Ranks(self.config, self._take, self._answered, self._lost, self._fail_all)
+            self._started = asyncio.get_running_loop().create_task(self._ranks.start())
         try:
             return await asyncio.wait_for(asyncio.shield(self._started), timeout_s)
+        except MidstreamError as error:
+            self._fail_all(error)
+            await self.aclose()
+            raise
         except TimeoutError as error:
             await self.aclose()
             raise TimedOut(f"the engine did not start within {timeout_s} s") from error
-        except MidstreamError:
-            await self.aclose()
-            raise
-
-    def _processes(self) -> list[EngineProcess]:
-        """One for each rank, not started."""
-        config, size = self.config, self.config.data_parallel_size
-        if size == 1:
-            return [EngineProcess(config)]
-        self._coordinator = group.Coordinator(size, lockstep=config.enable_expert_parallel)
-        meeting = None
-        if config.enable_expert_parallel:
-            self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
-            meeting = f"file://{self._directory.name}/meeting"
-        return [EngineProcess(config, rank, meeting) for rank in range(size)]
 
     async def aclose(self) -> None:
         """Shut the core down: every open stream ends with EngineDead. Bounded; may be called twice."""
-        ranks, self._ranks = self._ranks, []
-        if not ranks:
+        if self._ranks is None:
             return
-        loop = asyncio.get_running_loop()
-        for rank in ranks:
-            loop.remove_reader(rank.pidfd)
-            os.close(rank.pidfd)
-        is_lockstep = self._coordinator is not None and self._coordinator.lockstep
-        if is_lockstep and self._dead is None:  # they leave together: who left alone would be lost to the others
-            assert self._coordinator is not None
-            sends = self._coordinator.call(_SELF, None, "shutdown", {}, time.monotonic())
-            frames = [(to, _frame(message)) for to, message in sends if isinstance(to, int)]
-        else:
-            frames = [(to, encode(Shutdown())) for to in range(len(ranks))]
-        for to, frame in frames:
-            _send(ranks[to].socket, frame)
         self._fail_all(EngineDead("the engine was closed"))
-        await asyncio.gather(*(loop.run_in_executor(None, rank.process.end) for rank in ranks))
-        readers = [rank.reader for rank in ranks if rank.reader is not None]
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-        for rank in ranks:
-            rank.socket.close()
-        if self._clock is not None:
-            self._clock.cancel()
-        if self._directory is not None:
-            self._directory.cleanup()
-        assert self._context is not None
-        self._context.term()
+        await self._ranks.close()
+        if self._started is not None:
+            await asyncio.gather(self._started, return_exceptions=True)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -262,7 +174,7 @@ class AsyncLLM:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidInput(f"priority must be an integer, got {priority!r}")
         await self.start()
-        self._check_alive()
+        self.check_alive()
         needs_text = params.detokenize or params.structured_outputs is not None or isinstance(prompt, (str, dict))
         if needs_text and self.text.exists and not self.text.is_loaded:
             await asyncio.to_thread(self.text.load)  # seconds where it imports transformers: not on this loop
@@ -275,21 +187,23 @@ class AsyncLLM:
             self._check_alive()
         if request_id in self._streams:
             raise InvalidInput(f"request id {request_id!r} is in use; choose another")
+        self.check_alive()
         builder = OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None)
-        stream = _Stream(builder, self._router.pick(session))
+        router = self._engine.router
+        stream = _Stream(builder, router.pick(session))
         self._send(stream.rank, Add(request_id, ids, core_params(params), cache_salt, priority))
         self._streams[request_id] = stream
-        self._router.begin(stream.rank, params.n)
+        router.begin(stream.rank, params.n)
         try:
             yield stream
         finally:
             self._streams.pop(request_id, None)
-            self._router.end(stream.rank, params.n)
+            router.end(stream.rank, params.n)
             if not stream.builder.is_over and stream.error is None and self._dead is None:
                 stream.news.clear()
                 self._leaving[request_id] = stream
                 if not stream.builder.output.finished:  # else a stop text ended it, and it is aborted already
-                    self._post(stream.rank, encode(Abort([request_id])))
+                    self._engine.post(stream.rank, encode(Abort([request_id])))
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
@@ -308,13 +222,17 @@ class AsyncLLM:
             self._core_has_tokenizer = True
 
     def check_alive(self) -> None:
-        """Raises EngineDead, or what else ended the engine, if it is gone."""
+        """Raises EngineDead, or what else ended the engine, if it is gone; NotReady while it takes no requests,
+        because it was started again."""
         self._check_alive()
+        if self._ranks is not None:
+            self._ranks.check_serving()
 
     async def abort(self, request_id: str) -> None:
         _check_text(request_id=request_id)
-        for rank in range(len(self._ranks)):
-            self._send(rank, Abort([request_id]))
+        self._check_alive()
+        if self._ranks is not None:
+            self._ranks.post_all(encode(Abort([request_id])))
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
@@ -407,10 +325,12 @@ class AsyncLLM:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[op] = future
         try:
-            if self._coordinator is None:
-                self._send(0, Call(op, verb, arguments))
-            else:
-                self._pass_on(self._coordinator.call(_SELF, op, verb.removesuffix("_generation"), arguments, time.monotonic()))
+            try:
+                self._engine.call(op, verb, arguments)
+            except (TypeError, ValueError, OverflowError) as error:
+                if isinstance(error, MidstreamError):
+                    raise
+                raise InvalidInput(f"a value can not be sent to the engine: {error}") from error
             return await asyncio.wait_for(future, limit_s)
         except TimeoutError as error:
             if isinstance(error, MidstreamError):
@@ -418,29 +338,6 @@ class AsyncLLM:
             raise TimedOut(f"the engine did not answer {verb} within {limit_s} s") from error
         finally:
             self._calls.pop(op, None)
-
-    def _pass_on(self, sends: list[group.Send]) -> None:
-        """What the coordinator says, to the ranks and to ourselves."""
-        assert self._coordinator is not None
-        for to, message in sends:
-            match message:
-                case group.Answer(call, result):
-                    self._answered(call, result)
-                case group.Lost(error) if isinstance(to, str):
-                    self._fail_all(error)
-                case _ if isinstance(to, int) and self._ranks:
-                    self._post(to, _frame(message))
-        due = self._coordinator.next_deadline
-        if self._clock is not None:
-            self._clock.cancel()
-        self._clock = None
-        if due is not None:
-            left_s = max(due - time.monotonic(), 0.0)
-            self._clock = asyncio.get_running_loop().call_later(left_s, self._tick)
-
-    def _tick(self) -> None:
-        assert self._coordinator is not None
-        self._pass_on(self._coordinator.tick(time.monotonic()))
 
     def _answered(self, op: int, result: dict[str, Any] | MidstreamError) -> None:
         future = self._calls.get(op)
@@ -451,104 +348,56 @@ class AsyncLLM:
         else:
             future.set_result(result)
 
-    def _send(self, rank: int, message: ToCore) -> None:
-        """Post ``message``. Raises EngineDead, or InvalidInput for what can not be sent."""
-        self._check_alive()
+    @property
+    def _engine(self) -> Ranks:
+        """Once it was started."""
+        assert self._ranks is not None
+        return self._ranks
+
+    def _send(self, rank: int, message: Add) -> None:
+        """Raises InvalidInput for what can not be sent."""
         try:
             frame = encode(message)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"a value can not be sent to the engine: {error}") from error
-        self._post(rank, frame)
-
-    def _post(self, rank: int, frame: bytes) -> None:
-        _send(self._ranks[rank].socket, frame)
+        self._engine.post(rank, frame)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    async def _read(self, rank: int) -> None:
-        socket = self._ranks[rank].socket
-        try:
-            while True:
-                self._take(rank, await socket.recv())
-        except Exception as error:  # nobody may wait for a reader that is gone
-            self._fail_all(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
-            raise
+    def _take(self, rank: int, message: Outputs) -> None:
+        """What a rank says of its requests."""
+        for increment in message.increments:
+            stream = self._streams.get(increment.parent_id)
+            if stream is not None:
+                try:
+                    if (stopped := stream.builder.add(increment)) is not None:
+                        self._engine.post(rank, encode(Abort([stopped])))
+                except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
+                    stream.error = MidstreamError(f"the output can not be shown: {fault}")
+                    self._engine.post(rank, encode(Abort([increment.parent_id])))
+                stream.tell()
+            elif (left := self._leaving.get(increment.parent_id)) is not None:
+                left.builder.add(increment)
+                if left.builder.is_over:
+                    self._leaving.pop(increment.parent_id).news.set()
+        for request_id, error in message.refused:
+            if request_id in self._streams:
+                self._streams[request_id].error = from_wire(error)
+                self._streams[request_id].tell()
+            elif request_id in self._leaving:
+                self._leaving.pop(request_id).news.set()
 
-    def _take(self, rank: int, frame: bytes) -> None:
-        message = from_core_decoder.decode(frame)
-        match message:
-            case Outputs():
-                for increment in message.increments:
-                    stream = self._streams.get(increment.parent_id)
-                    if stream is not None:
-                        try:
-                            if (stopped := stream.builder.add(increment)) is not None:
-                                self._post(rank, encode(Abort([stopped])))
-                        except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
-                            stream.error = MidstreamError(f"the output can not be shown: {fault}")
-                            self._post(rank, encode(Abort([increment.parent_id])))
-                        stream.tell()
-                    elif (left := self._leaving.get(increment.parent_id)) is not None:
-                        left.builder.add(increment)
-                        if left.builder.is_over:
-                            self._leaving.pop(increment.parent_id).news.set()
-                for request_id, error in message.refused:
-                    if request_id in self._streams:
-                        self._streams[request_id].error = from_wire(error)
-                        self._streams[request_id].tell()
-                    elif request_id in self._leaving:
-                        self._leaving.pop(request_id).news.set()
-                for answer in message.answers:
-                    result = (answer.value or {}) if answer.error is None else from_wire(answer.error)
-                    if self._coordinator is None:
-                        self._answered(answer.op, result)
-                    else:
-                        self._pass_on(self._coordinator.answered(rank, answer.op, result))
-                if self._coordinator is not None:
-                    for op in message.prepared:
-                        self._pass_on(self._coordinator.prepared(rank, op))
-                    if message.due is not None:
-                        self._pass_on(self._coordinator.due(rank, message.due))
-            case Wake(wave):
-                assert self._coordinator is not None
-                self._pass_on(self._coordinator.start_wave(rank, wave))
-            case Ready():
-                self._ranks[rank].status = message.status
-                self._all_ready()
-            case Failed():
-                self._lost(rank, from_wire(message.error))
-
-    def _all_ready(self) -> None:
-        statuses = {rank: one.status for rank, one in enumerate(self._ranks) if one.status is not None}
-        if self._started is None or self._started.done() or len(statuses) < len(self._ranks):
-            return
-        if len({status["weights_id"] for status in statuses.values()}) > 1:
-            return self._fail_all(MidstreamError("the ranks loaded different weights: is the checkpoint being written?"))
-        self._started.set_result(group.merge_status(list(statuses.values())) if self._coordinator else statuses[0])
-
-    def _lost(self, rank: int, error: MidstreamError) -> None:
-        """A rank is gone, or has said that it goes. The others do not stay behind alone."""
-        if self._coordinator is not None and self._dead is None:
-            for other, one in enumerate(self._ranks):
-                if other != rank and one.process.exit_code is None:
-                    os.kill(one.process.pid, signal.SIGUSR1)  # it says where it is
-            self._pass_on(self._coordinator.rank_lost(rank, error.message))
-        self._fail_all(error)
-
-    def _process_ended(self, rank: int) -> None:
-        """A core's process is gone: take what it still managed to say, then fail everything that waits."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._ranks[rank].pidfd)
-        process = self._ranks[rank].process
-
-        async def last_words() -> None:
-            await asyncio.sleep(0.05)
-            which = f" of rank {rank}" if self._coordinator else ""
-            self._lost(rank, EngineDead(f"the engine process{which} ended (exit code {process.exit_code}); start a new one"))
-
-        self._last_words = loop.create_task(last_words())
+    def _lost(self, rank: int | None, error: MidstreamError) -> None:
+        """The requests of a rank (None: of all) are over. Open calls have their answers."""
+        for stream in self._streams.values():
+            if rank in (None, stream.rank) and not stream.builder.is_over:
+                stream.error = error
+                stream.news.set()
+        for request_id, left in list(self._leaving.items()):
+            if rank in (None, left.rank):
+                self._leaving.pop(request_id).news.set()
 
     def _fail_all(self, error: MidstreamError) -> None:
         self._dead = self._dead or error
@@ -557,35 +406,10 @@ class AsyncLLM:
             stream.error = self._dead
             stream.news.set()
         self._leaving.clear()
-        for future in [*self._calls.values(), self._started]:
-            if future is not None and not future.done():
+        for future in self._calls.values():
+            if not future.done():
                 future.set_exception(self._dead)
                 future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
-
-
-_SELF = "front"
-"""Our own name to the coordinator."""
-
-
-def _frame(message: object) -> bytes:
-    """For a rank, of what the coordinator says."""
-    match message:
-        case group.Command(op, verb, arguments, position):
-            return encode(Call(op, verb, arguments, position))
-        case group.StartWave(wave):
-            return encode(StartWave(wave))
-        case group.Agreed(position):
-            return encode(Agreed(position))
-        case group.Lost(error):
-            return encode(Lost(to_wire(error)))
-    raise AssertionError(message)
-
-
-def _send(socket: zmq.asyncio.Socket, frame: bytes) -> None:
-    """Without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
-    future = socket.send(frame)
-    if future is not None:
-        asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _check_text(**values: Any) -> None:

@@ -52,6 +52,7 @@ _ENGINE_FLAGS = {
     "dp_vote": "--dp-vote",
     "dp_sync_interval": "--dp-sync-interval",
     "dp_timeout_s": "--dp-timeout-s",
+    "elastic": "--elastic",
     "update_lease_s": "--update-lease-s",
     "initial_version": "--initial-version",
     "step_log": "--step-log",

@@ -12,17 +12,20 @@ class Router:
     """Counts what each rank has to do. Pure logic."""
 
     def __init__(self, num_ranks: int) -> None:
+        self.ranks = set(range(num_ranks))
+        """Those that take requests."""
         self.num_live = [0] * num_ranks
         """Samples under way, by rank."""
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def pick(self, session: str | None = None) -> int:
-        """The rank for the next request; of equally loaded ones the first."""
+        """The rank for the next request; of equally loaded ones the first. There must be one that takes any."""
+        least = min(sorted(self.ranks), key=lambda rank: self.num_live[rank])
         if session is None:
-            return self.num_live.index(min(self.num_live))
-        rank = self._sessions.pop(session, None)
-        if rank is None:
-            rank = self.num_live.index(min(self.num_live))
+            return least
+        rank = self._sessions.pop(session, least)
+        if rank not in self.ranks:  # lost: the session moves for good, what was cached for it is gone
+            rank = least
         self._sessions[session] = rank
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)

@@ -1,0 +1,634 @@
+"""The engine's processes: started, told and heard, watched, ended, and with ``elastic`` started again.
+
+::
+
+             its process ends, it says Failed, or it is silent for dp_timeout_s
+    serving ──────────────────────────────────────────────────────────────────► lost: whoever waits for it is told
+       ▲ ▲                                          not elastic: the engine is over, every process ends
+       │ │ join: no call is open, and it is as the others are       replica, elastic │   │ lockstep, elastic
+       │ └── pending ◄── starting ◄──────────────────────────────────────────────────┘   │ (or the last replica)
+       │     the others' weights, by their id, then their pause                          │
+       └──── pending ◄── starting, all ranks ◄───────────────────────────────────────────┘
+             the next full update, if an update had been committed before
+
+A rank that says nothing is asked each second at most, and where all ranks are when it has been silent for half the time
+limit (SIGUSR1: a dump on its standard error). Ends are bounded: who does not leave when told is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from midstream.config import EngineConfig
+from midstream.engine import coordinator as group
+from midstream.engine.process import (
+    Agreed,
+    Answer,
+    Call,
+    EngineProcess,
+    Failed,
+    FromCore,
+    Lost,
+    Outputs,
+    Ready,
+    Shutdown,
+    StartWave,
+    Wake,
+    encode,
+    from_core_decoder,
+)
+from midstream.errors import EngineDead, MidstreamError, NotReady, RankLost, from_wire, to_wire
+from midstream.serving.router import Router
+
+START_TIMEOUT_S = 600.0
+_ASK_TIMEOUT_S = 1800.0
+"""For what a rank that was started again is told: the longest of it is reading weights."""
+_CLOSE_S = 5.0
+_LEAVE_S = 2.0
+"""For a rank that was told that its group is over."""
+_TRIES = 3
+"""Starts, one after another, that may fail before a rank is given up."""
+_SELF = "front"
+"""Our own name to the coordinator."""
+
+Result = dict[str, Any] | MidstreamError
+
+
+class Rank:
+    """One engine process and the socket to it. One that is started again is another object."""
+
+    def __init__(self, index: int, process: EngineProcess, context: zmq.asyncio.Context) -> None:
+        loop = asyncio.get_running_loop()
+        self.index = index
+        self.process = process
+        self.socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(process.address)
+        process.launch()
+        self.pidfd = os.pidfd_open(process.pid)
+        self.reader: asyncio.Task[None] | None = None
+        self.ready: asyncio.Future[dict[str, Any]] = loop.create_future()
+        """Its first status, once it serves."""
+        self.ended = asyncio.Event()
+        """Its process is gone."""
+        self.is_over = False
+        """Lost, or told to end: nothing that it says counts."""
+        self.num_silent = 0
+        """How many times it has been asked since it last said something."""
+        self.asks: dict[Any, asyncio.Future[dict[str, Any]]] = {}
+        """What it was asked beside the log of the group."""
+
+    def post(self, frame: bytes) -> None:
+        """Without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
+        if self.socket.closed:
+            return
+        future = self.socket.send(frame)
+        if future is not None:
+            asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def fail(self, error: MidstreamError) -> None:
+        """Nothing that it was asked will be answered."""
+        for future in (self.ready, *self.asks.values()):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
+
+
+class Ranks:
+    """All processes of one engine, and the coordinator between them if they are several.
+
+    ``on_outputs`` (rank, what it says of requests); ``on_answer`` (op, result) once for each :meth:`call`;
+    ``on_lost`` (rank or None for all, error): requests there are over, and for None open calls too; ``on_over``
+    (error): so is the engine.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outputs: Callable[[int, Outputs], None],
+        on_answer: Callable[[int, Result], None],
+        on_lost: Callable[[int | None, MidstreamError], None],
+        on_over: Callable[[MidstreamError], None],
+    ) -> None:
+        self.config = config
+        self.router = Router(config.data_parallel_size)
+        """Only to ranks that serve."""
+        self._on_outputs, self._on_answer, self._on_lost, self._on_over = on_outputs, on_answer, on_lost, on_over
+        self._ranks: list[Rank] = []
+        self._coordinator: group.Coordinator | None = None
+        """Of several ranks."""
+        self._context = zmq.asyncio.Context()
+        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+        self._clock: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._replacing: dict[int, asyncio.Task[None]] = {}
+        self._is_serving = False
+        """All ranks have started; some may be lost since."""
+        self._is_closing = False
+        self._why: dict[int, tuple[str, str]] = {}
+        """Of ranks that take no requests: the state, and the reason."""
+        self._pending: str | None = None
+        """Why no rank takes requests though they run."""
+        self._calls: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._asks = itertools.count(1)
+        self._moved = asyncio.Event()
+        """A call was answered."""
+        # What the engine is to be again after all of it was started again.
+        self._status: dict[str, Any] = {}
+        self._version: dict[str, Any] = {}
+        self._pause: dict[str, Any] | None = None
+        self._tokenizer: dict[str, Any] | None = None
+
+    def __getitem__(self, index: int) -> Rank:
+        return self._ranks[index]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> dict[str, Any]:
+        """Returns the first status of all. Raises what kept one from starting; then :meth:`close`."""
+        self._status = await self._start_all(0)
+        self._is_serving = True
+        self._version = {key: self._status[key] for key in ("number", "version", "weights_id")}
+        if len(self._ranks) > 1:
+            self._begin(self._watch())
+        return self._status
+
+    async def _start_all(self, number: int) -> dict[str, Any]:
+        config, size = self.config, self.config.data_parallel_size
+        if size > 1:
+            self._coordinator = group.Coordinator(size, lockstep=config.enable_expert_parallel)
+        meeting = None
+        if config.enable_expert_parallel and size > 1:
+            self._meeting = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
+            meeting = f"file://{self._meeting.name}/meeting"
+        self._ranks = [self._launch(rank, EngineProcess(config, rank, meeting, number)) for rank in range(size)]
+        statuses = await asyncio.gather(*(rank.ready for rank in self._ranks))
+        if len({status["weights_id"] for status in statuses}) > 1:
+            raise MidstreamError("the ranks loaded different weights: is the checkpoint being written?")
+        return group.merge_status(dict(enumerate(statuses))) if self._coordinator else statuses[0]
+
+    def _launch(self, index: int, process: EngineProcess) -> Rank:
+        rank, loop = Rank(index, process, self._context), asyncio.get_running_loop()
+        loop.add_reader(rank.pidfd, self._process_ended, rank)
+        rank.reader = loop.create_task(self._read(rank))
+        rank.post(process.start_message)
+        return rank
+
+    async def close(self) -> None:
+        """End every process. Bounded; may be called twice."""
+        if self._is_closing:
+            return
+        self._is_closing, was_serving = True, self._is_serving
+        for task in self._tasks:
+            task.cancel()
+        error = EngineDead("the engine was closed")
+        for rank in self._ranks:
+            rank.fail(error)
+        coordinator = self._coordinator
+        if coordinator is not None and coordinator.lockstep and was_serving:
+            # they leave together: who left alone would be lost to the others
+            self._pass_on(coordinator.call(_SELF, None, "shutdown", {}, time.monotonic()))
+        else:
+            for rank in self._ranks:
+                rank.post(encode(Shutdown()))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_all(_CLOSE_S)
+        if self._clock is not None:
+            self._clock.cancel()
+        self._context.term()
+
+    async def _end_all(self, grace_s: float) -> None:
+        await asyncio.gather(*(self._end(rank, grace_s) for rank in self._ranks))
+        if self._meeting is not None:
+            self._meeting.cleanup()
+
+    async def _end(self, rank: Rank, grace_s: float) -> None:
+        """Its process is gone within ``grace_s``, or is killed; nothing is left of it."""
+        rank.is_over = True
+        rank.fail(EngineDead(f"rank {rank.index} was ended"))
+        try:
+            await asyncio.wait_for(rank.ended.wait(), grace_s)
+        except TimeoutError:
+            rank.process.kill()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(rank.ended.wait(), _CLOSE_S)
+        if rank.reader is None:
+            return
+        reader, rank.reader = rank.reader, None
+        asyncio.get_running_loop().remove_reader(rank.pidfd)
+        os.close(rank.pidfd)
+        reader.cancel()
+        rank.socket.close()
+        rank.process.clear()
+        await asyncio.gather(reader, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- what is asked of the engine -------------------------------------------------------------------------------
+
+    def check_serving(self) -> None:
+        """Raises NotReady while no rank takes requests."""
+        self.check_started()
+        if self._pending is not None:
+            raise NotReady(self._pending)
+
+    def check_started(self) -> None:
+        """Raises NotReady while all ranks are started again."""
+        if not self._is_serving and self._why:
+            raise NotReady(f"the engine is started again: {next(iter(self._why.values()))[1]}; try again later")
+
+    def call(self, op: int, verb: str, arguments: dict[str, Any]) -> None:
+        """``on_answer`` gets the result. Raises NotReady; what can not be encoded raises, and nothing was sent."""
+        if not self._is_serving and verb == "status" and self._why:
+            return self._on_answer(op, dict(self._status))
+        self.check_started()
+        self._calls[op] = verb, arguments
+        if self._coordinator is None:
+            self._ranks[0].post(encode(Call(op, verb, arguments)))
+        else:
+            encode(Call(op, verb, arguments))  # a coordinator that has it in its log must be able to send it
+            now = time.monotonic()
+            self._pass_on(self._coordinator.call(_SELF, op, verb.removesuffix("_generation"), arguments, now))
+
+    def post(self, rank: int, frame: bytes) -> None:
+        self._ranks[rank].post(frame)
+
+    def post_all(self, frame: bytes) -> None:
+        for rank in self._ranks:
+            rank.post(frame)
+
+    def _pass_on(self, sends: list[group.Send]) -> None:
+        """What the coordinator says, to the ranks and to ourselves."""
+        assert self._coordinator is not None
+        for to, message in sends:
+            match message:
+                case group.Answer(None, _) | group.Lost() if isinstance(to, str):
+                    pass  # nobody asked; who is told of a loss: see _lost
+                case group.Answer(asyncio.Future() as asked, result):
+                    _settle(asked, result)
+                case group.Answer(op, result):
+                    self._answered(op, result)
+                case _ if isinstance(to, int):
+                    self._ranks[to].post(_frame(message))
+        due = self._coordinator.next_deadline
+        if self._clock is not None:
+            self._clock.cancel()
+        self._clock = None
+        if due is not None and not self._is_closing:
+            left_s = max(due - time.monotonic(), 0.0)
+            self._clock = asyncio.get_running_loop().call_later(left_s, self._tick)
+
+    def _tick(self) -> None:
+        assert self._coordinator is not None
+        self._pass_on(self._coordinator.tick(time.monotonic()))
+
+    def _answered(self, op: int, result: Result) -> None:
+        verb, arguments = self._calls.pop(op, ("", {}))
+        if isinstance(result, dict):
+            self._remember(verb, arguments, result)
+            if verb == "status":
+                result = self._described(result)
+        self._moved.set()
+        self._on_answer(op, result)
+
+    def _remember(self, verb: str, arguments: dict[str, Any], result: dict[str, Any]) -> None:
+        """What holds for the engine after this call, for the case that it has to be started again."""
+        if verb == "status":
+            self._status = result
+        elif verb == "pause_generation":
+            self._pause = arguments
+        elif verb == "resume_generation":
+            self._pause = None
+        elif verb == "load_grammar_tokenizer":
+            self._tokenizer = arguments
+        elif verb in ("finish_weight_update", "update_weights", "update_weight_version") and "weights_id" in result:
+            self._version = {key: result[key] for key in self._version}
+            if verb != "update_weight_version":
+                self._pending = None
+
+    def _described(self, status: dict[str, Any]) -> dict[str, Any]:
+        """``status`` with the ranks that do not serve, and why."""
+        if self._pending is not None:
+            status = {**status, "state": "pending_weights", "why": self._pending}
+        if not self._why:
+            return status
+        by_rank = {entry["rank"]: entry for entry in status["ranks"]}
+        by_rank |= {rank: {"rank": rank, "state": state, "why": why} for rank, (state, why) in self._why.items()}
+        return {**status, "ranks": [by_rank[rank] for rank in sorted(by_rank)]}
+
+    # -- what the ranks say ----------------------------------------------------------------------------------------
+
+    async def _read(self, rank: Rank) -> None:
+        try:
+            while True:
+                self._take(rank, from_core_decoder.decode(await rank.socket.recv()))
+        except Exception as error:  # nobody may wait for a reader that is gone
+            if rank.is_over:
+                return
+            self._over(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _take(self, rank: Rank, message: FromCore) -> None:
+        if rank.is_over:
+            return
+        rank.num_silent = 0
+        coordinator = self._coordinator
+        match message:
+            case Outputs():
+                self._on_outputs(rank.index, message)
+                for answer in message.answers:
+                    self._take_answer(rank, answer)
+                if coordinator is None:
+                    return
+                joined = rank.index in coordinator.ranks
+                for op in message.prepared:
+                    if joined:
+                        self._pass_on(coordinator.prepared(rank.index, op))
+                    else:  # a group of its own
+                        rank.post(encode(Call(op, "finish", {})))
+                if message.due is not None:
+                    if joined:
+                        self._pass_on(coordinator.due(rank.index, message.due))
+                    else:
+                        rank.post(encode(Agreed(message.due)))
+            case Wake(wave):
+                assert coordinator is not None
+                self._pass_on(coordinator.start_wave(rank.index, wave))
+            case Ready():
+                rank.ready.set_result(message.status)
+            case Failed():
+                self._lost(rank, from_wire(message.error))
+
+    def _take_answer(self, rank: Rank, answer: Answer) -> None:
+        result: Result = (answer.value or {}) if answer.error is None else from_wire(answer.error)
+        if answer.op < 0:
+            if (asked := rank.asks.pop(answer.op, None)) is not None:
+                _settle(asked, result)
+        elif self._coordinator is None:
+            self._answered(answer.op, result)
+        else:
+            self._pass_on(self._coordinator.answered(rank.index, answer.op, result))
+
+    async def _ask(self, rank: Rank, verb: str, **arguments: Any) -> dict[str, Any]:
+        """Of one rank, beside the log. Raises its error, also that it was lost."""
+        op = -next(self._asks)
+        asked = rank.asks[op] = asyncio.get_running_loop().create_future()
+        if rank.is_over:
+            rank.fail(EngineDead(f"rank {rank.index} is gone"))
+        rank.post(encode(Call(op, verb, arguments)))
+        return await asyncio.wait_for(asked, _ASK_TIMEOUT_S)
+
+    async def _ask_all(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        """Of all ranks, through the log."""
+        assert self._coordinator is not None
+        asked = asyncio.get_running_loop().create_future()
+        for rank in self._ranks:
+            rank.asks[verb] = asked
+        self._pass_on(self._coordinator.call(_SELF, asked, verb, arguments, time.monotonic()))
+        return await asyncio.wait_for(asked, _ASK_TIMEOUT_S)
+
+    # -- loss ------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ask ranks that say nothing for a sign of life; one that gives none for the time limit is lost."""
+        limit_s = self.config.dp_timeout_s
+        each_s = min(limit_s / 4, 1.0)
+        has_asked_where = False
+        while True:
+            await asyncio.sleep(each_s)
+            for rank in [rank for rank in self._ranks if rank.ready.done() and not rank.is_over]:
+                # A rank that waits for another in what all do together says so itself at the limit: before we do.
+                if rank.num_silent * each_s > limit_s + 1.0:
+                    self._lost(rank, EngineDead(f"it was silent for {limit_s:g} s"))
+                    continue
+                rank.num_silent += 1
+                rank.post(encode(Call(-next(self._asks), "is_paused", {})))
+            silent = [
+                rank.index for rank in self._ranks if rank.num_silent * each_s >= limit_s / 2 and not rank.is_over
+            ]
+            if silent and not has_asked_where:
+                await self._ask_where(silent)
+            has_asked_where = bool(silent)
+
+    async def _ask_where(self, silent: list[int]) -> None:
+        """Each rank writes on its standard error what its threads are doing: also those in whom nothing is wrong."""
+        for rank in self._ranks:
+            if rank.is_over or rank.process.exit_code is not None or not rank.ready.done():
+                continue
+            which = "silent" if rank.index in silent else "answers"
+            print(f"midstream: rank {rank.index} ({which}) is here:", file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, signal.SIGUSR1)
+            await asyncio.sleep(0.05)  # one after another
+
+    def _process_ended(self, rank: Rank) -> None:
+        """A core's process is gone: take what it still managed to say, then it is lost."""
+        asyncio.get_running_loop().remove_reader(rank.pidfd)
+        rank.ended.set()
+
+        async def last_words() -> None:
+            await asyncio.sleep(0.05)
+            self._lost(rank, EngineDead(f"its process ended (exit code {rank.process.exit_code})"))
+
+        if not rank.is_over:
+            self._begin(last_words())
+
+    def _lost(self, rank: Rank, error: MidstreamError) -> None:
+        """A rank is gone, is silent, or has said that it goes."""
+        if rank.is_over or self._is_closing:
+            return
+        if isinstance(error, RankLost):  # it lost another one
+            gone = max(self._ranks, key=lambda one: (one.process.exit_code is not None, one.num_silent))
+            is_known = gone is not rank and (gone.process.exit_code is not None or gone.num_silent > 0)
+            which = f"rank {gone.index}" if is_known else "a rank"
+            lost: MidstreamError = EngineDead(f"{which} was lost: {error.message}")
+        elif isinstance(error, EngineDead):
+            what = (
+                f"rank {rank.index} was lost: {error.message}"
+                if self._coordinator
+                else f"the engine is gone: {error.message}"
+            )
+            lost = EngineDead(f"{what}; start a new one" if not self.config.elastic else what, rank=rank.index)
+        else:
+            lost = error
+        rank.is_over = True
+        rank.fail(lost)
+        coordinator = self._coordinator
+        if not self._is_serving:
+            return  # whoever starts it has heard it
+        if coordinator is None or not self.config.elastic:
+            if coordinator is not None:
+                self._pass_on(coordinator.rank_lost(rank.index, error.message))
+            self._over(lost)
+        elif coordinator.lockstep or coordinator.ranks == {rank.index}:
+            self._is_serving = False
+            self._pass_on(coordinator.rank_lost(rank.index, error.message))
+            self._on_lost(None, lost)
+            self._begin(self._start_all_again(lost.message))
+        elif rank.index in coordinator.ranks:
+            self.router.ranks.discard(rank.index)
+            self._why[rank.index] = "starting", lost.message
+            self._pass_on(coordinator.rank_lost(rank.index, error.message))
+            self._on_lost(rank.index, lost)
+            self._replacing[rank.index] = self._begin(self._start_again(rank, lost.message))
+
+    def _over(self, error: MidstreamError) -> None:
+        """The engine is gone: whoever waits is told, and no process stays behind."""
+        self._on_over(error)
+        if self._is_closing:
+            return
+        self._is_serving = False
+        if self._coordinator is None or not self._coordinator.lockstep:  # else they have been told
+            self.post_all(encode(Shutdown()))
+        self._begin(self._end_all(_LEAVE_S))
+
+    # -- starting again --------------------------------------------------------------------------------------------
+
+    async def _start_all_again(self, reason: str) -> None:
+        """Every rank anew, with what held for the engine, but for its weights: nobody has those any more."""
+        for task in self._replacing.values():
+            task.cancel()
+        self._why = {rank.index: ("starting", reason) for rank in self._ranks}
+        self._status = {**self._status, "state": "starting", "why": reason}
+        last: Exception | None = None
+        for _ in range(_TRIES):
+            await self._end_all(_LEAVE_S)
+            try:
+                status = await asyncio.wait_for(self._start_all(int(self._version["number"])), START_TIMEOUT_S)
+                await self._restore(status, reason)
+            except (MidstreamError, TimeoutError) as error:
+                last = error
+                continue
+            self._is_serving, self._why = True, {}
+            self.router.ranks = set(range(len(self._ranks)))
+            return
+        self._over(EngineDead(f"{reason}; it could not be started again: {last}"))
+
+    async def _restore(self, status: dict[str, Any], reason: str) -> None:
+        """After a start of all ranks: pause, tokenizer, and label; or no weights at all, where it had others."""
+        held = self._version
+        self._pending = None
+        if status["weights_id"] != held["weights_id"]:
+            self._pending = (
+                f"pending_weights: the engine was started again ({reason}). It had weight version {held['version']!r} "
+                f"({held['weights_id'][:12]}), and the checkpoint is another: it serves after the next full update"
+            )
+            await self._ask_all("sleep", level=2, mode="abort")  # so that nothing can sample from the checkpoint
+            await self._ask_all("wake_up")
+        elif status["version"] != held["version"]:
+            await self._ask_all("update_weight_version", new_version=held["version"])
+        if self._tokenizer is not None:
+            await self._ask_all("load_grammar_tokenizer", **self._tokenizer)
+        if self._pause is not None:
+            await self._ask_all("pause", **self._pause)
+
+    async def _start_again(self, rank: Rank, reason: str) -> None:
+        """One replica anew, while the others serve."""
+        index = rank.index
+        for _ in range(_TRIES):
+            await self._end(rank, _LEAVE_S)
+            rank = self._ranks[index] = self._launch(index, EngineProcess(self.config, index))
+            try:
+                await asyncio.wait_for(asyncio.shield(rank.ready), START_TIMEOUT_S)
+                await self._join(rank, reason)
+            except (MidstreamError, TimeoutError) as error:
+                self._why[index] = "starting", f"{reason}; the last try failed: {error}"
+                continue
+            return
+        await self._end(rank, _LEAVE_S)
+        self._why[index] = "lost", self._why[index][1]
+
+    async def _join(self, rank: Rank, reason: str) -> None:
+        """Make ``rank`` as the others are, until they have not moved on meanwhile; then it takes part."""
+        coordinator = self._coordinator
+        assert coordinator is not None
+        while True:
+            position, self._moved = coordinator.quiet_at, asyncio.Event()
+            if position is not None:
+                other = self._ranks[min(coordinator.ranks)]
+                try:
+                    group_status = await self._ask(other, "status")
+                    waits_for = await self._become(rank, other, group_status, position, reason)
+                except MidstreamError:
+                    if not other.is_over or rank.is_over:
+                        raise
+                    continue  # its model was lost: another one
+                if waits_for is None and coordinator.join(rank.index, position):
+                    self._why.pop(rank.index, None)
+                    self.router.ranks.add(rank.index)
+                    return
+                if waits_for is not None:
+                    self._why[rank.index] = "pending_weights", f"{reason}; it waits for {waits_for}"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), 0.2)
+
+    async def _become(
+        self, rank: Rank, other: Rank, group_status: dict[str, Any], position: int, reason: str
+    ) -> str | None:
+        """Weights, version, pause and place in the log of ``other``. Returns what stands in the way of that."""
+        if group_status["update"] is not None:
+            return f"the end of weight update {group_status['update'].get('session_id')}"
+        if group_status["sleep"]["status"] != "awake":
+            return "the others to wake up"
+        own = await self._ask(rank, "status")
+        if own["state"] != "running":
+            await self._ask(rank, "resume", force=True)
+        if own["weights_id"] != group_status["weights_id"]:
+            version = f"{group_status['version']!r} ({group_status['weights_id'][:12]})"
+            self._why[rank.index] = "pending_weights", f"{reason}; it is getting weight version {version}"
+            with tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True) as directory:
+                await self._ask(other, "save_weights", directory=directory)
+                await self._ask(rank, "update_weights", request={"weight_dir": directory})
+            if (await self._ask(rank, "status"))["weights_id"] != group_status["weights_id"]:
+                return f"weight version {version}, which the others have left meanwhile"
+        if self._tokenizer is not None:
+            await self._ask(rank, "load_grammar_tokenizer", **self._tokenizer)
+        if group_status["state"] == "paused":
+            pause = {key: group_status[key] for key in ("mode", "clear_cache", "owner")}
+            await self._ask(rank, "pause", **pause)
+        version_ = {"number": group_status["number"], "version": group_status["version"]}
+        await self._ask(rank, "adopt", position=position, **version_)
+        return None
+
+
+def _settle(asked: asyncio.Future[dict[str, Any]], result: Result) -> None:
+    if asked.done():
+        return
+    if isinstance(result, MidstreamError):
+        asked.set_exception(result)
+    else:
+        asked.set_result(result)
+
+
+def _frame(message: object) -> bytes:
+    """For a rank, of what the coordinator says."""
+    match message:
+        case group.Command(op, verb, arguments, position):
+            return encode(Call(op, verb, arguments, position))
+        case group.StartWave(wave):
+            return encode(StartWave(wave))
+        case group.Agreed(position):
+            return encode(Agreed(position))
+        case group.Lost(error):
+            return encode(Lost(to_wire(error)))
+    raise AssertionError(message)

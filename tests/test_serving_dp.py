@@ -1,0 +1,592 @@
+"""Several ranks behind one front end, as real processes: replicas, and what happens when a rank dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import write_checkpoint
+from cores import TINY
+from midstream.errors import EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
+from midstream.serving.async_llm import AsyncLLM
+from midstream.types import RequestOutput, SamplingParams
+
+torch.set_num_threads(1)
+
+OPTIONS: dict[str, Any] = {"num_blocks": 128, "num_threads": 1, "max_num_seqs": 16, "dtype": "float32"}
+REPLICAS: dict[str, Any] = {"data_parallel_size": 2}
+LOCKSTEP: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+LONG = SamplingParams(max_tokens=480, seed=3, ignore_eos=True, detokenize=False)
+SHORT = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, detokenize=False)
+BOUND_S = 6.0
+"""For what must happen at once, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> list[pathlib.Path]:
+    at = tmp_path_factory.mktemp("dense")
+    return [write_checkpoint(at / f"w{seed}", "llama", seed, **TINY) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> list[pathlib.Path]:
+    at = tmp_path_factory.mktemp("moe")
+    return [write_checkpoint(at / f"w{seed}", "qwen3-moe", seed) for seed in range(3)]
+
+
+@pytest.fixture
+def sockets(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where this test's engines have their sockets and meetings: nothing may be left there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "s"))
+    (tmp_path / "s").mkdir()
+    return tmp_path / "s"
+
+
+def run(coroutine: Coroutine[Any, Any, Any], limit_s: float = 60.0) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, limit_s))
+
+
+@contextlib.asynccontextmanager
+async def engine(model: pathlib.Path, **options: Any) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(str(model), **{**OPTIONS, **options}) as llm:
+        yield llm
+
+
+async def collect(llm: AsyncLLM, prompt: list[int], params: SamplingParams = SHORT, **kwargs: Any) -> RequestOutput:
+    outputs = [output async for output in llm.generate(prompt, params, **kwargs)]
+    assert outputs and outputs[-1].finished
+    return outputs[-1]
+
+
+def began(
+    llm: AsyncLLM, prompt: list[int], name: str, session: str, params: SamplingParams = LONG
+) -> asyncio.Task[Any]:
+    """A request under way, in a task."""
+    return asyncio.create_task(collect(llm, prompt, params, request_id=name, session=session))
+
+
+async def tokens_of(llm: AsyncLLM, name: str, count: int) -> None:
+    while name not in llm._streams or len(llm._streams[name].builder.output.outputs[0].token_ids) < count:
+        await asyncio.sleep(0.001)
+
+
+async def until(condition: Callable[[dict[str, Any]], bool], llm: AsyncLLM, limit_s: float = 40.0) -> dict[str, Any]:
+    async with asyncio.timeout(limit_s):
+        while True:
+            with contextlib.suppress(MidstreamError):
+                if condition(status := await llm.status()):
+                    return status
+            await asyncio.sleep(0.01)
+
+
+def serves(status: dict[str, Any]) -> bool:
+    return status["state"] in ("running", "paused") and all("why" not in rank for rank in status["ranks"])
+
+
+def pids(llm: AsyncLLM) -> list[int]:
+    ranks = llm._engine
+    return [ranks[i].process.pid for i in range(len(ranks))]
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def without_pauses(post: Callable[[bytes], None], held: list[bytes]) -> Callable[[bytes], None]:
+    """A way to a rank on which a pause takes its time: until ``held`` is posted."""
+    return lambda frame: held.append(frame) if b"pause" in frame and b"is_paused" not in frame else post(frame)
+
+
+def look(output: RequestOutput) -> tuple[Any, ...]:
+    one = output.outputs[0]
+    return one.token_ids, one.processed_logprobs, one.finish_reason
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_give_one_ranks_tokens_and_take_calls_as_one(dense: list[pathlib.Path]) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(6)]
+
+    async def outputs(llm: AsyncLLM) -> list[Any]:
+        return [look(o) for o in await asyncio.gather(*(collect(llm, p) for p in prompts))]
+
+    async def alone() -> list[list[Any]]:
+        found = []
+        for directory in dense[:2]:
+            async with engine(directory) as llm:
+                found.append(await outputs(llm))
+        return found
+
+    async def body() -> None:
+        one = await alone()
+        async with engine(dense[0], **REPLICAS) as llm:
+            assert await outputs(llm) == one[0]
+            status = await llm.status()
+            assert all(rank["num_steps"] > 0 for rank in status["ranks"]), "both have worked"
+            for mode in ("keep", "abort", "wait"):
+                tasks = [began(llm, [5, 6], f"{mode}{i}", "ab"[i], SHORT) for i in range(2)]
+                for i in range(2):
+                    await tokens_of(llm, f"{mode}{i}", 2)
+                assert (await asyncio.wait_for(llm.pause_generation(mode), BOUND_S))["paused"]  # type: ignore[arg-type]
+                status = await llm.status()
+                assert [rank["state"] for rank in status["ranks"]] == ["paused"] * 2
+                assert status["held"] == (2 if mode == "keep" else 0)
+                assert await llm.resume_generation() == {"was_paused": True}
+                reasons = [(await task).outputs[0].finish_reason for task in tasks]
+                assert reasons == (["abort"] * 2 if mode == "abort" else ["length"] * 2)
+
+            # a time limit that ends on one replica only: the pause is undone on both
+            slow = began(llm, [5, 6], "slow", "a")
+            await tokens_of(llm, "slow", 2)
+            with pytest.raises(TimedOut):
+                await llm.pause_generation("wait", timeout_s=0.02)
+            assert not await llm.is_paused()
+            assert len((await collect(llm, [9], session="b")).outputs[0].token_ids) == 24
+            await llm.abort("slow")
+            assert (await slow).outputs[0].finish_reason == "abort"
+
+            live = [began(llm, [5, 6], f"live{i}", "ab"[i]) for i in range(2)]
+            await tokens_of(llm, "live1", 2)
+            found = await asyncio.wait_for(
+                llm.update_weights({"weight_dir": str(dense[1]), "weight_version": "one"}), BOUND_S
+            )
+            assert (found["number"], found["version"]) == (1, "one")
+            for output in await asyncio.gather(*live):
+                assert {span.number for span in output.outputs[0].weight_versions} <= {0, 1}
+            assert await outputs(llm) == one[1]
+            status = await llm.status()
+            assert [(rank["number"], rank["version"]) for rank in status["ranks"]] == [(1, "one")] * 2
+            for i in range(2):  # a session stays where it is, whatever the load
+                streams = [began(llm, [5], f"s{i}{k}", "s") for k in range(3)]
+                await tokens_of(llm, f"s{i}2", 1)
+                assert len({llm._streams[f"s{i}{k}"].rank for k in range(3)}) == 1
+                await llm.abort_requests()
+                await asyncio.gather(*streams)
+
+    run(body())
+
+
+def test_case_055_a_pause_that_aborts_tells_all_callers_on_both_ranks(
+    dense: list[pathlib.Path], moe: list[pathlib.Path]
+) -> None:
+    async def body(model: pathlib.Path, options: dict[str, Any]) -> None:
+        async with engine(model, **options) as llm:
+            tasks = [began(llm, [5, i], f"r{i}", str(i)) for i in range(10)]
+            for i in range(10):
+                await tokens_of(llm, f"r{i}", 1)
+            await llm.pause_generation("abort")
+            outs = await asyncio.wait_for(asyncio.gather(*tasks), 2)
+            assert {out.outputs[0].finish_reason for out in outs} == {"abort"}
+            with pytest.raises(EnginePaused):
+                await collect(llm, [5])
+
+    run(body(dense[0], REPLICAS))
+    run(body(moe[0], LOCKSTEP))
+
+
+def test_case_090_all_load_on_one_rank_also_while_the_other_pauses_first(moe: list[pathlib.Path]) -> None:
+    params = SamplingParams(max_tokens=100, seed=3, ignore_eos=True, detokenize=False)
+
+    async def body() -> None:
+        async with engine(moe[0], **LOCKSTEP) as llm:
+            straight = await asyncio.wait_for(collect(llm, [5, 6], params, session="a"), 30)
+            assert len(straight.outputs[0].token_ids) == 100
+            task = began(llm, [5, 6], "x", "a", params)
+            await tokens_of(llm, "x", 10)
+            # Rank 1 takes the pause while rank 0 can not take any message: it is paused locally first.
+            ranks = llm._engine
+            held: list[bytes] = []
+            post, ranks[0].post = ranks[0].post, without_pauses(ranks[0].post, held)  # type: ignore[method-assign]
+            pause = asyncio.create_task(llm.pause_generation("keep", clear_cache=False))
+            before = len(llm._streams["x"].builder.output.outputs[0].token_ids)
+            await tokens_of(llm, "x", before + 10)  # rank 1 goes on taking part
+            assert not pause.done()
+            ranks[0].post = post  # type: ignore[method-assign]
+            for frame in held:
+                post(frame)
+            assert (await asyncio.wait_for(pause, 5))["paused"]
+            await llm.resume_generation()
+            assert look(await task) == look(straight)
+
+    run(body())
+
+
+@pytest.mark.parametrize("kind", ["replicas", "lockstep"])
+def test_case_091_one_request_under_a_pause_does_not_keep_a_drain_for_ever(
+    dense: list[pathlib.Path], moe: list[pathlib.Path], kind: str
+) -> None:
+    model, options = (dense[0], REPLICAS) if kind == "replicas" else (moe[0], LOCKSTEP)
+
+    async def body() -> None:
+        async with engine(model, **options) as llm:
+            await llm.pause_generation("keep")
+            task = began(llm, [5, 6], "x", "a")
+            await until(lambda s: s["held"] == 1, llm)
+            await llm.abort("x")
+            assert (await asyncio.wait_for(task, 2)).outputs[0].finish_reason == "abort"
+            assert (await asyncio.wait_for(llm.pause_generation("wait"), 2))["paused"]
+
+    run(body())
+
+
+def test_case_045_one_replica_that_fails_a_chunk_commits_nowhere_and_a_retry_converges(
+    dense: list[pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    """The directory that one replica reads is torn for it alone: the other has prepared, and does not commit."""
+
+    async def body() -> None:
+        async with engine(dense[0], **REPLICAS) as llm:
+            ranks = llm._engine
+            post = ranks[1].post
+
+            def torn(frame: bytes) -> None:
+                post(frame.replace(str(dense[1]).encode(), str(dense[1]).encode()[:-1] + b"X"))
+
+            ranks[1].post = torn  # type: ignore[method-assign]
+            for _ in range(2):
+                with pytest.raises(InvalidInput, match="rank 1"):
+                    await asyncio.wait_for(llm.update_weights({"weight_dir": str(dense[1])}), BOUND_S)
+                status = await llm.status()
+                assert [rank["number"] for rank in status["ranks"]] == [0, 0] and status["update"] is None
+            ranks[1].post = post  # type: ignore[method-assign]
+            found = await llm.update_weights({"weight_dir": str(dense[1])})
+            assert found["number"] == 1
+            assert len({rank["number"] for rank in (await llm.status())["ranks"]}) == 1
+
+    run(body())
+
+
+# -- loss, and the engine ends ----------------------------------------------------------------------------------------
+
+STATES = ["idle", "vote", "forward", "paused", "pausing", "chunks", "prepared"]
+
+
+async def bring(llm: AsyncLLM, state: str, models: list[pathlib.Path]) -> list[asyncio.Task[Any]]:
+    """Into ``state``; what waits for an answer then."""
+    tasks: list[asyncio.Task[Any]] = []
+    if state != "idle":
+        tasks = [began(llm, [5, 6], f"r{i}", "ab"[i]) for i in range(2)]
+        for i in range(2):
+            await tokens_of(llm, f"r{i}", 2)
+    if state == "vote":
+        tasks.append(asyncio.create_task(llm.pause_generation("keep")))
+    if state == "paused":
+        await llm.pause_generation("keep")
+    if state == "pausing":
+        tasks.append(asyncio.create_task(llm.pause_generation("wait")))
+        await asyncio.sleep(0)
+        assert await llm.is_paused()
+    if state == "chunks":
+        await llm.start_weight_update()
+    if state == "prepared":
+        tasks.append(asyncio.create_task(llm.update_weights({"weight_dir": str(models[1])})))
+    return tasks
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize("kind", ["lockstep", "replicas"])
+def test_a_lost_rank_ends_the_engine_for_every_client(
+    dense: list[pathlib.Path], moe: list[pathlib.Path], sockets: pathlib.Path, kind: str, number: signal.Signals
+) -> None:
+    models, options = (moe, LOCKSTEP) if kind == "lockstep" else (dense, REPLICAS)
+    states = STATES if number == signal.SIGKILL else ["idle", "forward", "paused"]
+    limit_s = 60.0 if number == signal.SIGKILL else 2.0
+
+    async def body(at: int, state: str) -> None:
+        llm = AsyncLLM(str(models[0]), **OPTIONS, **options, dp_timeout_s=limit_s)
+        await llm.start()
+        all_pids = pids(llm)
+        tasks = await bring(llm, state, models)
+        start = time.monotonic()
+        os.kill(all_pids[at % 2], number)
+        tasks.append(asyncio.create_task(llm.is_paused()))
+        bound_s = BOUND_S if number == signal.SIGKILL else limit_s + BOUND_S
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), bound_s)
+        finished = [r for r in results if isinstance(r, RequestOutput)]
+        assert len(finished) <= 2 and results[-1] is not True
+        errors = [r for r in results if isinstance(r, BaseException)]
+        assert errors and all(isinstance(r, EngineDead) and "lost" in str(r) for r in errors), (state, results)
+        await asyncio.wait_for(llm.ended.wait(), bound_s)
+        async with asyncio.timeout(BOUND_S):  # the others do not stay behind, before anybody closes anything
+            while any(is_alive(pid) for pid in all_pids):
+                await asyncio.sleep(0.01)
+        for late in (llm.status(), collect(llm, [5]), llm.abort("r0")):
+            with pytest.raises(EngineDead):
+                await asyncio.wait_for(late, 1)
+        await asyncio.wait_for(llm.aclose(), 5)
+        print(f"{kind} {state}: every client told after {time.monotonic() - start:.1f} s")
+        assert not list(sockets.iterdir())
+
+    for at, state in enumerate(states):
+        run(body(at, state))
+
+
+def test_closing_with_a_rank_that_hangs_is_bounded(moe: list[pathlib.Path], sockets: pathlib.Path) -> None:
+    async def body() -> None:
+        llm = AsyncLLM(str(moe[0]), **OPTIONS, **LOCKSTEP)
+        await llm.start()
+        all_pids = pids(llm)
+        os.kill(all_pids[1], signal.SIGSTOP)
+        await asyncio.wait_for(llm.aclose(), 12)
+        assert not any(map(is_alive, all_pids)) and not list(sockets.iterdir())
+
+    run(body())
+
+
+MUTANT = """
+from midstream.engine import core, scenarios
+from midstream.weights.ipc import IPCWeightTransferEngine as Engine
+
+core.p.Protocol = scenarios.StopsAtOnce
+"""
+
+
+@pytest.mark.parametrize("is_mutant", [True, False], ids=["mutant", "real"])
+def test_case_089_the_deadlock_of_the_seed(
+    moe: list[pathlib.Path],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    is_mutant: bool,
+) -> None:
+    """A pause that reaches one rank while the other goes on. Where it stops stepping at once, the other one waits for
+    it in the forward; the dump of the watchdog says so."""
+    (tmp_path / "stops_at_once.py").write_text(MUTANT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"weight_transfer_backend": "stops_at_once:Engine"} if is_mutant else {}
+
+    async def body() -> None:
+        # votes far apart, so that ranks meet in the forward
+        llm = AsyncLLM(
+            str(moe[0]), **OPTIONS, **LOCKSTEP, **options, dp_timeout_s=3.0, dp_vote="interval", dp_sync_interval=1000
+        )
+        await llm.start()
+        task = began(llm, [5, 6], "x", "a")
+        await tokens_of(llm, "x", 5)
+        ranks = llm._engine
+        held: list[bytes] = []
+        post = ranks[0].post
+        ranks[0].post = without_pauses(post, held)  # type: ignore[method-assign]
+        pause = asyncio.create_task(llm.pause_generation("keep"))
+        await asyncio.sleep(0)
+        made = len(llm._streams["x"].builder.output.outputs[0].token_ids)
+        if is_mutant:
+            results = await asyncio.wait_for(asyncio.gather(task, pause, return_exceptions=True), 12)
+            assert all(isinstance(r, EngineDead) for r in results), results
+        else:
+            await tokens_of(llm, "x", made + 5)
+            ranks[0].post = post  # type: ignore[method-assign]
+            for frame in held:
+                post(frame)
+            assert (await asyncio.wait_for(pause, 20))["paused"]
+            await llm.resume_generation()
+            assert len((await asyncio.wait_for(task, 20)).outputs[0].token_ids) == 480
+        await llm.aclose()
+
+    run(body())
+    dump = capfd.readouterr().err
+    if is_mutant:
+        _, first, second = dump.split("midstream: rank ")[:3]
+        assert first.startswith("0 (silent)") and "expert.py" in first and "all_to_all" in first, dump
+        assert second.startswith("1 (answers)") and "all_to_all" not in second and "_serve" in second, dump
+    else:
+        assert "midstream: rank" not in dump, dump
+
+
+# -- loss, and with elastic the service comes back --------------------------------------------------------------------
+
+
+def test_a_lost_replica_comes_back_while_the_other_goes_on(dense: list[pathlib.Path], sockets: pathlib.Path) -> None:
+    async def body() -> None:
+        async with engine(dense[0], **REPLICAS, elastic=True) as llm:
+            straight = await collect(llm, [5, 6], LONG)
+            stays, goes = began(llm, [5, 6], "stays", "a"), began(llm, [5, 6], "goes", "b")
+            await tokens_of(llm, "stays", 2)
+            await tokens_of(llm, "goes", 2)
+            gone = llm._streams["goes"].rank
+            start = time.monotonic()
+            os.kill(pids(llm)[gone], signal.SIGKILL)
+            with pytest.raises(EngineDead, match=f"rank {gone} was lost"):
+                await asyncio.wait_for(goes, 2)
+            assert look(await stays) == look(straight), "undisturbed"
+            status = await llm.status()
+            assert status["state"] == "running"
+            [lost] = [rank for rank in status["ranks"] if rank["rank"] == gone]
+            assert lost["state"] == "starting" and "was lost" in lost["why"]
+            # all requests go to the other meanwhile, also those of the lost one's session
+            assert look(await collect(llm, [5, 6], LONG, session="b")) == look(straight)
+            await until(serves, llm)
+            print(f"a replica is back after {time.monotonic() - start:.1f} s")
+            both = [began(llm, [5, 6], f"n{i}", f"new{i}") for i in range(2)]
+            await tokens_of(llm, "n1", 1)
+            assert {llm._streams[f"n{i}"].rank for i in range(2)} == {0, 1}
+            assert [look(o) for o in await asyncio.gather(*both)] == [look(straight)] * 2
+            assert (await llm.pause_generation("abort"))["paused"], "it takes part in what the group agrees"
+        assert not list(sockets.iterdir())
+
+    run(body())
+
+
+def test_case_119_a_replica_started_again_serves_only_the_groups_weights(
+    dense: list[pathlib.Path], sockets: pathlib.Path
+) -> None:
+    async def body() -> None:
+        async with engine(dense[0], **REPLICAS, elastic=True) as llm:
+            for k in (1, 2, 1):
+                await llm.update_weights({"weight_dir": str(dense[k]), "weight_version": f"v{k}"})
+            await llm.update_weight_version("v3")
+            right = look(await collect(llm, [5, 6]))
+            want = await llm.status()
+            # while an update is open it can not join: it has not seen its beginning
+            await llm.start_weight_update()
+            await llm.pause_generation("keep", clear_cache=False, owner="trainer")
+            os.kill(pids(llm)[1], signal.SIGKILL)
+            status = await until(lambda s: s["ranks"][1]["state"] == "pending_weights", llm)
+            assert "update-" in status["ranks"][1]["why"] and status["number"] == 3
+            held = began(llm, [5, 6], "held", "x", SHORT)
+            await until(lambda s: s["held"] == 1, llm)
+            assert llm._streams["held"].rank == 0, "nothing is routed to it"
+            await llm.abort_weight_update()
+            status = await until(serves, llm)
+            own = ("state", "number", "version")
+            assert [[rank[key] for key in own] for rank in status["ranks"]] == [["paused", 3, "v3"]] * 2
+            assert status["weights_id"] == want["weights_id"] and status["owner"] == "trainer"
+            await llm.resume_generation(owner="trainer")
+            assert look(await held) == right
+            streams = [collect(llm, [5, 6], session=f"s{i}") for i in range(4)]
+            assert [look(o) for o in await asyncio.gather(*streams)] == [right] * 4
+            assert all(rank["num_steps"] for rank in (await llm.status())["ranks"])
+            found = await llm.update_weights({"weight_dir": str(dense[2])})
+            assert found["number"] == 4, "one log, one number"
+        assert not list(sockets.iterdir())
+
+    run(body())
+
+
+@pytest.mark.parametrize("kind", ["lockstep", "replicas"])
+def test_all_ranks_lost_start_again_whole_and_wait_for_the_current_weights(
+    dense: list[pathlib.Path], moe: list[pathlib.Path], sockets: pathlib.Path, kind: str
+) -> None:
+    models, options = (moe, LOCKSTEP) if kind == "lockstep" else (dense, REPLICAS)
+
+    async def lose(llm: AsyncLLM) -> None:
+        for pid in pids(llm)[: 1 if kind == "lockstep" else 2]:
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(BOUND_S):
+            while not llm._engine._why:
+                await asyncio.sleep(0.001)
+
+    async def body() -> None:
+        async with engine(models[0], **options, elastic=True) as llm:
+            before = look(await collect(llm, [5, 6]))
+            task = began(llm, [5, 6], "x", "a")
+            await tokens_of(llm, "x", 2)
+            start = time.monotonic()
+            await lose(llm)
+            with pytest.raises(EngineDead, match="lost"):
+                await asyncio.wait_for(task, BOUND_S)
+            if kind == "lockstep":
+                assert (await llm.status())["state"] == "starting"
+                with pytest.raises(NotReady, match="started again"):
+                    await llm.pause_generation()
+                with pytest.raises(NotReady):
+                    await collect(llm, [5, 6])
+            await until(serves, llm)
+            print(f"{kind}: back after {time.monotonic() - start:.1f} s")
+            assert look(await collect(llm, [5, 6])) == before, "no update had come: the checkpoint is current"
+
+            await llm.update_weights({"weight_dir": str(models[1]), "weight_version": "v1"})
+            after = look(await collect(llm, [5, 6]))
+            await llm.pause_generation("keep", owner="trainer")
+            await lose(llm)
+            status = await until(lambda s: s["state"] == "pending_weights", llm)
+            assert "next full update" in status["why"] and "v1" in status["why"]
+            with pytest.raises(NotReady, match="pending_weights"):
+                await collect(llm, [5, 6])
+            with pytest.raises(NotReady):
+                llm.check_alive()
+            await llm.start_weight_update(mode="partial")
+            with pytest.raises(MidstreamError):
+                await llm.finish_weight_update()
+            await llm.abort_weight_update()
+            assert (await llm.status())["state"] == "pending_weights"
+            found = await llm.update_weights({"weight_dir": str(models[1]), "weight_version": "v1"})
+            assert found["number"] == 2, "commit numbers go on"
+            assert (await llm.status())["state"] == "paused"
+            assert await llm.resume_generation(owner="trainer") == {"was_paused": True}
+            assert look(await collect(llm, [5, 6])) == after
+        assert not list(sockets.iterdir())
+
+    run(body(), 120)
+
+
+@pytest.mark.parametrize("moments", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lockstep", "replicas"])
+def test_each_rank_killed_at_random_moments(
+    dense: list[pathlib.Path], moe: list[pathlib.Path], sockets: pathlib.Path, kind: str, moments: int
+) -> None:
+    """Requests and calls all the time: each ends once, with its output or an error, and the service comes back."""
+    models, options = (moe, LOCKSTEP) if kind == "lockstep" else (dense, REPLICAS)
+    rng = random.Random(moments)
+
+    async def client(llm: AsyncLLM, name: str) -> str:
+        try:
+            output = await collect(llm, [5, rng.randrange(2, 150)], rng.choice((LONG, SHORT)), request_id=name)
+            return str(output.outputs[0].finish_reason)
+        except MidstreamError as error:
+            assert error.status in (409, 503), error
+            return type(error).__name__
+
+    async def controller(llm: AsyncLLM) -> None:
+        with contextlib.suppress(MidstreamError):
+            mode = rng.choice(("keep", "abort", "wait"))
+            await asyncio.wait_for(llm.pause_generation(mode, timeout_s=2.0), 10)  # type: ignore[arg-type]
+        with contextlib.suppress(MidstreamError):
+            await asyncio.wait_for(llm.update_weights({"weight_dir": str(rng.choice(models))}), 10)
+        with contextlib.suppress(MidstreamError):
+            await asyncio.wait_for(llm.resume_generation(), 10)
+
+    async def body() -> None:
+        times = []
+        async with engine(models[0], **options, elastic=True) as llm:
+            for moment in range(2 * moments):
+                tasks = [asyncio.create_task(client(llm, f"{moment}-{i}")) for i in range(4)]
+                tasks.append(asyncio.create_task(controller(llm)))  # type: ignore[arg-type]
+                await asyncio.sleep(rng.random() * 0.3)  # when it dies; nothing is hoped for
+                os.kill(pids(llm)[moment % 2], signal.SIGKILL)
+                start = time.monotonic()
+                await asyncio.wait_for(asyncio.gather(*tasks), 30)
+                async with asyncio.timeout(40):
+                    while True:
+                        with contextlib.suppress(MidstreamError):
+                            await llm.resume_generation(force=True)
+                            if (await llm.status())["state"] == "pending_weights":
+                                await llm.update_weights({"weight_dir": str(models[0])})
+                            if serves(await llm.status()):
+                                break
+                        await asyncio.sleep(0.02)
+                times.append(time.monotonic() - start)
+                assert len((await collect(llm, [5, 6])).outputs[0].token_ids) == 24
+            assert not llm._streams and not llm._leaving and not llm._calls
+            status = await llm.status()
+            assert len({rank["number"] for rank in status["ranks"]}) == 1 and status["running"] == 0
+        times.sort()
+        median = times[len(times) // 2]
+        print(f"{kind}: service back in {median:.1f} s (median), {times[-1]:.1f} s at most, of {len(times)}")
+        assert not list(sockets.iterdir())
+
+    run(body(), 30 + 100 * moments)
