@@ -73,11 +73,13 @@ def began(
     llm: AsyncLLM, prompt: list[int], name: str, session: str, params: SamplingParams = LONG
 ) -> asyncio.Task[Any]:
     """A request under way, in a task."""
-    return asyncio.create_task(collect(llm, prompt, params, request_id=name, session=session))
+    return asyncio.create_task(collect(llm, prompt, params, request_id=name, session=session), name=name)
 
 
 async def tokens_of(llm: AsyncLLM, name: str, count: int) -> None:
+    """Until the request of the task ``name`` has so many tokens."""
     while name not in llm._streams or len(llm._streams[name].builder.output.outputs[0].token_ids) < count:
+        assert any(task.get_name() == name for task in asyncio.all_tasks()), f"{name} is over"
         await asyncio.sleep(0.001)
 
 
@@ -351,7 +353,17 @@ MUTANT = """
 from midstream.engine import core, scenarios
 from midstream.weights.ipc import IPCWeightTransferEngine as Engine
 
-core.p.Protocol = scenarios.StopsAtOnce
+
+class StopsAtOnce(scenarios.StopsAtOnce):
+    # And forgets the wake-up: it waits for nobody.
+
+    def pause(self, *arguments):
+        actions = super().pause(*arguments)
+        self._is_woken = False
+        return actions
+
+
+core.p.Protocol = StopsAtOnce
 """
 
 
