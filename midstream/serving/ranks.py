@@ -177,7 +177,9 @@ class Ranks:
         if config.enable_expert_parallel and size > 1:
             self._meeting = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
             meeting = f"file://{self._meeting.name}/meeting"
-        self._ranks = [self._launch(rank, EngineProcess(config, rank, meeting, number)) for rank in range(size)]
+        self._ranks = []
+        for rank in range(size):
+            self._ranks.append(self._launch(rank, EngineProcess(config, rank, meeting, number)))
         statuses = await asyncio.gather(*(rank.ready for rank in self._ranks))
         if len({status["weights_id"] for status in statuses}) > 1:
             raise MidstreamError("the ranks loaded different weights: is the checkpoint being written?")
@@ -211,7 +213,7 @@ class Ranks:
         await self._end_all(_CLOSE_S)
         if self._clock is not None:
             self._clock.cancel()
-        self._context.term()
+        self._context.destroy(linger=0)
 
     async def _end_all(self, grace_s: float) -> None:
         await asyncio.gather(*(self._end(rank, grace_s) for rank in self._ranks))
@@ -330,9 +332,10 @@ class Ranks:
         """``status`` with the ranks that do not serve, and why."""
         if self._pending is not None:
             status = {**status, "state": "pending_weights", "why": self._pending}
-        if not self._why:
+        if self._coordinator is None:
             return status
-        by_rank = {entry["rank"]: entry for entry in status["ranks"]}
+        by_rank = {rank: {"rank": rank, "state": "starting", "why": "it joins"} for rank in range(len(self._ranks))}
+        by_rank |= {entry["rank"]: entry for entry in status["ranks"]}
         by_rank |= {rank: {"rank": rank, "state": state, "why": why} for rank, (state, why) in self._why.items()}
         return {**status, "ranks": [by_rank[rank] for rank in sorted(by_rank)]}
 
@@ -508,15 +511,18 @@ class Ranks:
         """Every rank anew, with what held for the engine, but for its weights: nobody has those any more."""
         for task in self._replacing.values():
             task.cancel()
+        self._replacing.clear()
         self._why = {rank.index: ("starting", reason) for rank in self._ranks}
         self._status = {**self._status, "state": "starting", "why": reason}
         last: Exception | None = None
         for _ in range(_TRIES):
             await self._end_all(_LEAVE_S)
+            if self._is_closing:
+                return
             try:
                 status = await asyncio.wait_for(self._start_all(int(self._version["number"])), START_TIMEOUT_S)
                 await self._restore(status, reason)
-            except (MidstreamError, TimeoutError) as error:
+            except (MidstreamError, OSError) as error:
                 last = error
                 continue
             self._is_serving, self._why = True, {}
@@ -547,22 +553,28 @@ class Ranks:
         index = rank.index
         for _ in range(_TRIES):
             await self._end(rank, _LEAVE_S)
-            rank = self._ranks[index] = self._launch(index, EngineProcess(self.config, index))
+            if not self._is_wanted(index):
+                return
             try:
+                rank = self._ranks[index] = self._launch(index, EngineProcess(self.config, index))
                 await asyncio.wait_for(asyncio.shield(rank.ready), START_TIMEOUT_S)
                 await self._join(rank, reason)
-            except (MidstreamError, TimeoutError) as error:
+            except (MidstreamError, OSError) as error:
                 self._why[index] = "starting", f"{reason}; the last try failed: {error}"
                 continue
             return
         await self._end(rank, _LEAVE_S)
         self._why[index] = "lost", self._why[index][1]
 
+    def _is_wanted(self, index: int) -> bool:
+        """Whether this task is still to bring that replica back. A cancellation alone can be lost in wait_for."""
+        return not self._is_closing and self._replacing.get(index) is asyncio.current_task()
+
     async def _join(self, rank: Rank, reason: str) -> None:
         """Make ``rank`` as the others are, until they have not moved on meanwhile; then it takes part."""
         coordinator = self._coordinator
         assert coordinator is not None
-        while True:
+        while self._is_wanted(rank.index):
             position, self._moved = coordinator.quiet_at, asyncio.Event()
             if position is not None:
                 other = self._ranks[min(coordinator.ranks)]
