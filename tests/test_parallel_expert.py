@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def _engine(rank: int, folder: str) -> list[Any]:
     group = open_group(rank, folder)
     driver = Driver(pathlib.Path(folder) / "w0")
     driver.core.close()
-    driver.core = EngineCore(driver.config, driver.turn.set, group)
+    driver.core = core_of(driver.config, group, driver.turn.set)
     found: list[Any] = [[driver.core.version()["weights_id"]], [], []]
     requests(driver, rank, "a")
     lockstep(driver)
@@ -146,6 +147,13 @@ def _engine(rank: int, folder: str) -> list[Any]:
     driver.close()
     group.close()
     return found
+
+
+def core_of(config: Any, group: Group, wake: Any = lambda: None) -> EngineCore:
+    """With the experts of its group; its steps are the test's, so it takes no votes."""
+    core = EngineCore(config, wake, SimpleNamespace(experts=group))  # type: ignore[arg-type]
+    core._lockstep = None
+    return core
 
 
 def lockstep(driver: Driver, steps: int = 60) -> None:
@@ -199,7 +207,7 @@ def _alone(rank: int, folder: str) -> list[Any]:
     group = open_group(rank, folder, timeout_s=5.0)
     driver = Driver(pathlib.Path(folder) / "w0")
     driver.core.close()
-    driver.core = EngineCore(driver.config, driver.turn.set, group)
+    driver.core = core_of(driver.config, group, driver.turn.set)
     requests(driver, 0, "a")
     driver.step()
     if rank == 1:
@@ -223,10 +231,10 @@ def test_the_fingerprint_knows_the_order_of_addition_and_not_the_number_of_ranks
 ) -> None:
     alone = Driver(write_checkpoint(tmp_path / "m", "qwen3-moe"))
     group = Group("experts", f"file://{tmp_path}/meeting", 0, 1, 5.0)
-    grouped = EngineCore(alone.config, experts=group)
+    grouped = core_of(alone.config, group)
     assert grouped.worker.fingerprint == alone.core.worker.fingerprint
     monkeypatch.setattr(GroupAllToAll, "combine_order", "on the way")
-    reducing = EngineCore(alone.config, experts=group)
+    reducing = core_of(alone.config, group)
     gap = difference(reducing.worker.fingerprint, grouped.worker.fingerprint)
     assert gap == "combine_order: on the way / ascending expert id"
     for core in (grouped, reducing, alone.core):

@@ -17,7 +17,10 @@ from midstream.types import SamplingParams
 torch.set_num_threads(1)
 OPTIONS: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 8, "num_threads": 1, "dtype": "float32"}
 PROMPTS: list[Any] = [[5, 6, 7], [9] * 20, [3], [40, 41]]
-PARAMS = [SamplingParams(max_tokens=n, seed=n, n=1 + n % 2, ignore_eos=True, detokenize=False, logprobs=2) for n in (5, 9, 12, 4)]
+PARAMS = [
+    SamplingParams(max_tokens=n, seed=n, n=1 + n % 2, ignore_eos=True, detokenize=False, logprobs=2)
+    for n in (5, 9, 12, 4)
+]
 
 
 @pytest.fixture(scope="module")

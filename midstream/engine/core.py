@@ -81,7 +81,7 @@ class EngineCore:
         self.rank = rank
         self._lockstep = lockstep
         self.is_one_of_many = config.data_parallel_size > 1
-        self.worker = Worker(config, wake, lockstep and lockstep.experts, rank)
+        self.worker = Worker(config, wake, None if lockstep is None else lockstep.experts, rank)
         digests = self.worker.digests
         version = WeightVersion(number, config.initial_version, weights_id(digests))
         pool = BlockPool(self.worker.num_blocks, config.block_size, config.enable_prefix_caching)

@@ -42,7 +42,8 @@ class Lockstep:
         ones = [1] * self.size
         rows = self.votes.all_to_all(row.expand(self.size, -1), ones, ones).tolist()
         kinds = [bool if f.type == "bool" else int for f in fields(StepVote)]
-        return [StepVote(*(kind(value) for kind, value in zip(kinds, row, strict=True))) for row in rows]
+        words = ([kind(value) for kind, value in zip(kinds, row, strict=True)] for row in rows)
+        return [StepVote(*word) for word in words]  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.votes.close()

@@ -263,8 +263,8 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                     core.protocol.start_wave(wave)
                 case Agreed(position):
                     core.agree(position)
-                case Lost(error):
-                    raise from_wire(error)
+                case Lost(reason):
+                    raise from_wire(reason)
                 case Shutdown():
                     core.close()
                     return

@@ -65,7 +65,8 @@ class LLM:
         """Complete every prompt; outputs in the order of the prompts.
 
         ``on_step`` is called between two steps with the number of steps so far: the place to pause, resume or update
-        weights midstream (not with several ranks, whose steps are their own). A refused prompt raises before any of the others has run, a grammar that does not compile
+        weights midstream (not with several ranks, whose steps are their own). A refused prompt raises before any of the
+        others has run (with several ranks: and ends the others), a grammar that does not compile
         as soon as that is known. In an abort or wait pause this raises EnginePaused, in a keep pause, or where
         ``on_step`` leaves the engine paused, Conflict. ``use_tqdm`` (vLLM's name): a progress bar where the output is
         a terminal and there is more than one prompt. ``priority``: one for each prompt, a lower number is more urgent.

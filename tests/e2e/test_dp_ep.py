@@ -66,7 +66,8 @@ class Group:
         self.num_requests += 1
         name, rng = f"r{self.num_requests}", self.rng
         prompt = [rng.randrange(2, 150) for _ in range(rng.randrange(1, 40))]
-        params = SamplingParams(max_tokens=rng.randrange(1, 40), seed=rng.randrange(99), n=rng.choice((1, 1, 2)), **SAMPLING)
+        length, seed, n = rng.randrange(1, 40), rng.randrange(99), rng.choice((1, 1, 2))
+        params = SamplingParams(max_tokens=length, seed=seed, n=n, **SAMPLING)
         session = rng.choice((None, "a", "b"))
         leaves_after = rng.choice((None, None, None, 3))
         ends = 0
