@@ -4,9 +4,9 @@
 
 A tiny Qwen3-MoE with random weights, two ranks that share its experts. ``idle``: nothing is asked of the group; counted
 are the steps that it made for the pause, all of them empty. ``busy``: one rank has 8 requests; counted are the steps,
-with a batch or without, that ended after the pause was sent, so the one that was under way is the first. (From the count
-in a status that was asked for just before. It is answered with the outputs of a step that it does not count.) Medians
-of a number of pauses, each a while after the last.
+with a batch or without, that ended after the pause was sent, so the one that was under way is the first. (Counted from
+a status that was asked for just before, and is answered with the outputs of a step that it does not count.) Medians of
+a number of pauses, each a while after the last.
 """
 
 from __future__ import annotations
