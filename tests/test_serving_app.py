@@ -141,7 +141,7 @@ def test_the_document_says_what_is_taken(server: Served) -> None:
     assert schemas["CompletionBody"]["seed"]["anyOf"][0]["maximum"] == (1 << 63) - 1
     assert schemas["DetokenizeBody"]["tokens"]["items"] == {"type": "integer", "minimum": 0, "maximum": 43}
     assert "skyrl_sleep_for_weight_sync" in schemas["RpcBody"]["method"]["enum"]
-    assert schemas["InitBody"]["init_info"]["properties"].keys() == {"packed_buffer_size_bytes"}
+    assert schemas["InitBody"]["init_info"]["properties"].keys() == {"packed_buffer_size_bytes", "shared"}
     names = next(p["schema"] for p in document["paths"]["/v1/models/{name}"]["get"]["parameters"])
     assert server.get(f"/v1/models/{names['enum'][0]}").status_code == 200
     for path, body in (  # in JSON 4.0 is an integer
