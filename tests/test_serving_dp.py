@@ -299,7 +299,10 @@ async def bring(llm: AsyncLLM, state: str, models: list[pathlib.Path]) -> list[a
     return tasks
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="dies"), pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("kind", ["lockstep", "replicas"])
 def test_a_lost_rank_ends_the_engine_for_every_client(
     dense: list[pathlib.Path], moe: list[pathlib.Path], sockets: pathlib.Path, kind: str, number: signal.Signals
