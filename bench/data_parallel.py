@@ -2,7 +2,7 @@
 
     python -m bench --only data_parallel
 
-A tiny Qwen3-MoE with random weights, two ranks that share its experts. ``idle``: nothing is asked of the group; counted
+The tiny Qwen3-MoE of the recipes, two ranks that share its experts. ``idle``: nothing is asked of the group; counted
 are the steps that it made for the pause, all of them empty. ``busy``: one rank has 8 requests; counted are the steps,
 with a batch or without, that ended after the pause was sent, so the one that was under way is the first. (Counted from
 a status that was asked for just before, and is answered with the outputs of a step that it does not count.) Medians of
@@ -12,60 +12,24 @@ a number of pauses, each a while after the last.
 from __future__ import annotations
 
 import asyncio
-import json
 import pathlib
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from bench.machine import figure
 from midstream import AsyncLLM, SamplingParams
-from midstream.models.config import ModelConfig
-from midstream.models.weights import parameter_shapes
 
+MODEL = pathlib.Path(__file__).parent.parent / "examples" / "recipes" / "reverse_moe"
 PAUSES = 15
 LIMIT_S = 120.0
-TINY_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 160,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-    "dtype": "bfloat16",
-}
 VOTES: list[tuple[str, dict[str, Any]]] = [
     ("every step", {"dp_vote": "step"}),
     ("every 16 steps", {"dp_vote": "interval", "dp_sync_interval": 16}),
     ("every 32 steps", {"dp_vote": "interval", "dp_sync_interval": 32}),
 ]
-
-
-def write_model(directory: pathlib.Path) -> None:
-    (directory / "config.json").write_text(json.dumps(TINY_MOE))
-    noise = torch.Generator().manual_seed(0)
-    shapes = parameter_shapes(ModelConfig.from_hf(TINY_MOE))
-    tensors = {name: torch.randn(shape, generator=noise).bfloat16() * 0.1 for name, shape in shapes.items()}
-    save_file(tensors, directory / "model.safetensors")
 
 
 async def pauses(llm: AsyncLLM, uncounted: int) -> list[tuple[int, float]]:
@@ -82,11 +46,11 @@ async def pauses(llm: AsyncLLM, uncounted: int) -> list[tuple[int, float]]:
     return found
 
 
-async def measure(model: pathlib.Path, options: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+async def measure(options: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
     many = {"data_parallel_size": 2, "enable_expert_parallel": True, "num_threads": 1}
-    async with AsyncLLM(str(model), num_blocks=1024, max_num_seqs=8, **many, **options) as llm:
+    async with AsyncLLM(str(MODEL), num_blocks=1024, max_num_seqs=8, **many, **options) as llm:
         idle = await pauses(llm, 0)
-        endless = SamplingParams(n=8, max_tokens=1900, ignore_eos=True, detokenize=False)
+        endless = SamplingParams(n=8, max_tokens=500, ignore_eos=True, detokenize=False)
 
         async def work() -> None:
             while True:
@@ -102,20 +66,17 @@ async def measure(model: pathlib.Path, options: dict[str, Any]) -> dict[str, lis
 
 
 def figures() -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        model = pathlib.Path(folder)
-        write_model(model)
-        for vote, options in VOTES:
-            found = asyncio.run(asyncio.wait_for(measure(model, options), LIMIT_S))
-            for state, of in found.items():
-                steps, times = zip(*of, strict=True)
-                asked: dict[str, Any] = {"at_most": 1} if state == "idle" or vote == "every step" else {}
-                yield figure(
-                    f"steps for a pause of two ranks, {state}, votes before {vote}",
-                    median(steps),
-                    "steps",
-                    **asked,
-                    worst=max(steps),
-                    pause_ms=round(median(times), 2),
-                    worst_ms=round(max(times), 2),
-                )
+    for vote, options in VOTES:
+        found = asyncio.run(asyncio.wait_for(measure(options), LIMIT_S))
+        for state, of in found.items():
+            steps, times = zip(*of, strict=True)
+            asked: dict[str, Any] = {"at_most": 1} if state == "idle" or vote == "every step" else {}
+            yield figure(
+                f"steps for a pause of two ranks, {state}, votes before {vote}",
+                median(steps),
+                "steps",
+                **asked,
+                worst=max(steps),
+                pause_ms=round(median(times), 2),
+                worst_ms=round(max(times), 2),
+            )

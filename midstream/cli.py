@@ -349,7 +349,7 @@ def _add_check(commands: Any) -> None:
 
 
 def _check_protocol(a: argparse.Namespace) -> int:
-    from midstream.engine.scenarios import check, deep_list, default_list
+    from midstream.check.scenarios import check, deep_list, default_list
 
     scenarios = [*default_list(), *(deep_list() if a.deep else ())]
     return 0 if check(scenarios, lambda line: print(line, flush=True)) else 1

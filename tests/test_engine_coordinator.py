@@ -21,9 +21,10 @@ def answers(sends: list[Send]) -> list[tuple[Any, Any, Any]]:
 
 def test_every_rank_gets_every_command_in_one_order() -> None:
     group = Coordinator(3)
-    sends = group.call("a", 1, "pause", {"mode": "keep", "clear_cache": True}, 0.0)
-    assert commands(sends) == [(0, 1, "pause"), (1, 1, "pause"), (2, 1, "pause")]
-    assert commands(group.call("b", 1, "resume", {}, 0.0)) == [(0, 2, "resume"), (1, 2, "resume"), (2, 2, "resume")]
+    sends = group.call("a", 1, "pause_generation", {"mode": "keep", "clear_cache": True}, 0.0)
+    assert commands(sends) == [(rank, 1, "pause_generation") for rank in range(3)]
+    resumed = group.call("b", 1, "resume_generation", {}, 0.0)
+    assert commands(resumed) == [(rank, 2, "resume_generation") for rank in range(3)]
     plain = group.call("b", 2, "status", {}, 0.0)
     assert all(isinstance(m, Command) and m.position is None for _, m in plain), "status is no reason for a vote"
     assert len({m.op for _, m in sends + plain if isinstance(m, Command)}) == 2
@@ -31,8 +32,8 @@ def test_every_rank_gets_every_command_in_one_order() -> None:
 
 def test_front_ends_get_one_answer_each_once_all_ranks_have_spoken() -> None:
     group = Coordinator(2)
-    group.call("a", "x", "pause", {}, 0.0)
-    group.call("b", "x", "pause", {}, 0.0)
+    group.call("a", "x", "pause_generation", {}, 0.0)
+    group.call("b", "x", "pause_generation", {}, 0.0)
     assert group.answered(0, 1, {"paused": True}) == []
     assert group.answered(1, 0, {"paused": True}) == []
     assert answers(group.answered(0, 0, {"paused": True})) == [("a", "x", {"paused": True})]
@@ -113,7 +114,7 @@ def test_a_finish_that_all_refuse_cancels_nothing() -> None:
 
 def test_the_clock_of_a_pause_speaks_through_the_log() -> None:
     group = Coordinator(2)
-    sends = group.call("a", 1, "pause", {"mode": "wait", "timeout_s": 5.0}, 100.0)
+    sends = group.call("a", 1, "pause_generation", {"mode": "wait", "timeout_s": 5.0}, 100.0)
     assert isinstance(sends[0][1], Command) and sends[0][1].arguments == {"mode": "wait"}
     assert group.next_deadline == 105.0 and group.tick(104.9) == []
     sends = group.tick(105.0)
@@ -126,31 +127,31 @@ def test_the_clock_of_a_pause_speaks_through_the_log() -> None:
 
 def test_an_answer_ends_its_clock() -> None:
     group = Coordinator(1)
-    group.call("a", 1, "pause", {"timeout_s": 5.0}, 0.0)
+    group.call("a", 1, "pause_generation", {"timeout_s": 5.0}, 0.0)
     group.answered(0, 0, {"paused": True})
     assert group.tick(9.0) == [] and group.next_deadline is None
 
 
 def test_the_lease_of_the_newest_pause_that_holds_resumes() -> None:
     group = Coordinator(1)
-    group.call("a", 1, "pause", {"lease_s": 10.0}, 0.0)
+    group.call("a", 1, "pause_generation", {"lease_s": 10.0}, 0.0)
     group.answered(0, 0, {"paused": True})
-    group.call("a", 2, "pause", {"timeout_s": 1.0}, 1.0)
+    group.call("a", 2, "pause_generation", {"timeout_s": 1.0}, 1.0)
     group.tick(3.0)
     assert group.next_deadline is None, "the newer pause has no lease"
     group.answered(0, 1, TimedOut("late"))
     assert group.next_deadline == 10.0, "and has failed"
     sends = group.tick(10.0)
-    assert commands(sends) == [(0, 4, "resume")] and group.next_deadline is None
+    assert commands(sends) == [(0, 4, "resume_generation")] and group.next_deadline is None
     assert group.answered(0, 3, {"was_paused": True}) == [], "nobody called it"
-    group.call("a", 3, "pause", {"lease_s": 10.0}, 20.0)
-    group.call("a", 4, "resume", {}, 21.0)
+    group.call("a", 3, "pause_generation", {"lease_s": 10.0}, 20.0)
+    group.call("a", 4, "resume_generation", {}, 21.0)
     assert group.tick(99.0) == []
 
 
 def test_a_lost_rank_ends_a_lockstep_group() -> None:
     group = Coordinator(3)
-    group.call("a", 1, "pause", {}, 0.0)
+    group.call("a", 1, "pause_generation", {}, 0.0)
     group.call("b", 1, "status", {}, 0.0)
     group.answered(0, 0, {"paused": True})
     sends = group.rank_lost(1, "killed by signal 9")
@@ -160,14 +161,14 @@ def test_a_lost_rank_ends_a_lockstep_group() -> None:
     assert all(isinstance(e, EngineDead) and "rank 1 was lost: killed by signal 9" in str(e) for *_, e in failed)
     assert group.rank_lost(1, "again") == [] and group.rank_lost(2, "ended with it") == []
     assert group.answered(0, 0, {"paused": True}) == [] and group.prepared(0, 7) == [] and group.start_wave(0, 0) == []
-    [(to, call, error)] = answers(group.call("a", 2, "resume", {}, 0.0))
+    [(to, call, error)] = answers(group.call("a", 2, "resume_generation", {}, 0.0))
     assert (to, call) == ("a", 2) and isinstance(error, EngineDead)
 
 
 def test_a_shutdown_fails_what_is_open_and_what_comes() -> None:
     group = Coordinator(1)
     group.call("a", 1, "shutdown", {}, 0.0)
-    group.call("b", 1, "resume", {}, 0.0)
+    group.call("b", 1, "resume_generation", {}, 0.0)
     sends = group.answered(0, 0, {"stopped": True})
     assert answers(sends)[0] == ("a", 1, {"stopped": True}) and isinstance(answers(sends)[1][2], EngineDead)
     assert {to for to, m in sends if isinstance(m, Lost)} == {0, "a", "b"}
@@ -176,9 +177,9 @@ def test_a_shutdown_fails_what_is_open_and_what_comes() -> None:
 
 def test_replicas_settle_a_call_once_all_are_due_at_one_position() -> None:
     group = Coordinator(2, lockstep=False)
-    group.call("a", 1, "pause", {"mode": "wait"}, 0.0)
+    group.call("a", 1, "pause_generation", {"mode": "wait"}, 0.0)
     assert group.due(0, 1) == []
-    group.call("a", 2, "resume", {}, 0.0)
+    group.call("a", 2, "resume_generation", {}, 0.0)
     assert group.due(1, 2) == [], "they speak of different positions"
     assert group.due(0, 2) == [(0, Agreed(2)), (1, Agreed(2))]
     assert group.due(0, 2) == [], "each agreement needs a word of its own"
@@ -186,7 +187,7 @@ def test_replicas_settle_a_call_once_all_are_due_at_one_position() -> None:
 
 def test_a_lost_replica_fails_the_open_calls_and_leaves_the_others_as_they_were() -> None:
     group = Coordinator(3, lockstep=False)
-    group.call("a", 1, "pause", {"mode": "wait"}, 0.0)
+    group.call("a", 1, "pause_generation", {"mode": "wait"}, 0.0)
     group.call("a", 2, "finish_weight_update", {}, 0.0)
     group.prepared(0, 1)
     sends = group.rank_lost(2, "gone")

@@ -1,4 +1,4 @@
-"""The protocol in a group, call by call: votes, waves and the log. test_engine_explore has all interleavings."""
+"""The protocol in a group, call by call: votes, waves and the log. test_check_explore has all interleavings."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,20 +26,14 @@ from servers import served
 from test_serving_http_client import engine, run
 from test_serving_stop import Pieces, increment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "qwen3-moe"
 CHANGES: dict[str, Any] = {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 3}
 W0, W1 = (random_weights(NAME, seed, **CHANGES) for seed in (0, 1))
 CONFIG = ModelConfig.from_hf(config_of(NAME, **CHANGES))
 PROMPT = [(7 * i * i + 3 * i) % 158 + 2 for i in range(37)]
 SIZE = 16
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -22,6 +22,8 @@ from midstream.errors import InvalidInput
 from midstream.ops import cpu
 from midstream.rl.policy import Policy
 from midstream.types import RequestIncrement, SamplingParams, child_seed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [(7 * i * i + 3 * i) % 158 + 2 for i in range(37)]
 LENGTH = 24
@@ -52,14 +54,6 @@ MODELS += [
     Model("llama-bias", "float32", "reference"),
 ]
 MODELS += [Model("qwen3", "float32", "reference"), Model("llama", "bfloat16", "reference")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 CORE = [Model("llama", "float32"), Model("qwen3", "bfloat16"), Model("qwen2", "bfloat16"), *MODELS[-5:]]

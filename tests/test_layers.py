@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "kv": BOTTOM | {"ops", "parallel"},
     "weights": BOTTOM | {"ops", "parallel", "models.shards"},  # how a model directory is read stands in one place
     "engine": BOTTOM | {"ops", "parallel", "models", "kv", "weights"},
+    "check": BOTTOM | {"engine"},
     "serving": BOTTOM | {"ops", "parallel", "models", "kv", "weights", "engine"},
     "serving.client": BOTTOM,  # rl's only view of the engine: nothing of the engine may come with it
     "rl": BOTTOM | {"ops", "models", "weights", "serving.client"},
@@ -42,10 +43,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 NO_TORCH = (
     "types", "config", "errors", "metrics",
     "kv.block_pool", "kv.manager",
-    "engine.scheduler", "engine.protocol", "engine.vote", "engine.coordinator", "engine.explore", "engine.scenarios",
+    "engine.scheduler", "engine.protocol", "engine.vote", "engine.coordinator", "check.scenarios",
     "engine.grammar",
     "weights.session", "weights.columns",
-    "serving.client",
+    "serving.client", "serving.router",
     "rl.types", "rl.buffer", "rl.advantage",
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,18 +17,12 @@ from midstream.models.loader import load_weights, open_checkpoint
 from midstream.models.weights import Staging, fused_experts, parameter_shapes, stage_all
 from midstream.weights.manifest import digest, weights_id
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "qwen3-moe"
 W0, W1 = (random_weights(NAME, seed) for seed in (0, 1))
 CONFIG = ModelConfig.from_hf(config_of(NAME))
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fuse(weights: Weights) -> Weights:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from midstream.ops.attention import AttentionMetadata
 from midstream.rl.policy import Policy
 from midstream.serving.llm import LLM
 from midstream.types import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [[(5 * i * i + 11 * i + s) % 158 + 2 for i in range(3 + 14 * s)] for s in range(6)]
 EXTRA = {
@@ -37,14 +38,6 @@ EXTRA = {
     ),
 }
 ALL = {**{name: (name, {}) for name in VARIANTS}, **EXTRA}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ALL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,16 +13,10 @@ import torch
 from midstream.ops import attention, reference
 from midstream.ops.attention import AttentionMetadata, PagedAttention, Placement
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,15 +11,9 @@ import torch.nn.functional as F
 from midstream.ops import cpu, layers, reference
 from midstream.ops.layers import LinearWeight, Rope, add_rms_norm, linear, silu_and_mul, split_rope
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "plain"])

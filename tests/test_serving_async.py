@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ import torch
 
 from checkpoints import random_weights, write_checkpoint
 from cores import TINY
+from engines import LONG, SHORT, collect, run, tokens_of
 from midstream.errors import (
     Conflict,
     EngineDead,
@@ -42,8 +43,6 @@ torch.set_num_threads(1)
 
 LIMIT_S = 20.0
 OPTIONS: dict[str, Any] = {"num_blocks": 64, "num_threads": 1, "max_num_seqs": 8}
-LONG = SamplingParams(max_tokens=480, seed=3, ignore_eos=True, detokenize=False)
-SHORT = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, detokenize=False)
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +50,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return write_checkpoint(tmp_path_factory.mktemp("m") / "w0", "llama", 0, **TINY)
 
 
-def run(coroutine: Coroutine[Any, Any, Any], limit_s: float = 60.0) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, limit_s))
-
-
 @contextlib.asynccontextmanager
 async def engine(model: pathlib.Path, **options: Any) -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM(str(model), **{**OPTIONS, **options}) as llm:
         yield llm
-
-
-async def collect(llm: AsyncLLM, prompt: list[int], params: SamplingParams = SHORT, **kwargs: Any) -> RequestOutput:
-    outputs = [output async for output in llm.generate(prompt, params, **kwargs)]
-    assert outputs and outputs[-1].finished
-    return outputs[-1]
-
-
-async def tokens_of(llm: AsyncLLM, name: str, count: int) -> None:
-    """Until the stream ``name`` has at least ``count`` tokens."""
-    while name not in llm._streams or len(llm._streams[name].builder.output.outputs[0].token_ids) < count:
-        await llm.status()
 
 
 async def idle(llm: AsyncLLM) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 
 from checkpoints import write_checkpoint
 from cores import TINY
+from engines import LONG, SHORT, collect, run, tokens_of
 from midstream.errors import EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
 from midstream.serving.async_llm import AsyncLLM
 from midstream.types import RequestOutput, SamplingParams
@@ -27,8 +28,6 @@ torch.set_num_threads(1)
 OPTIONS: dict[str, Any] = {"num_blocks": 128, "num_threads": 1, "max_num_seqs": 16, "dtype": "float32"}
 REPLICAS: dict[str, Any] = {"data_parallel_size": 2}
 LOCKSTEP: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
-LONG = SamplingParams(max_tokens=480, seed=3, ignore_eos=True, detokenize=False)
-SHORT = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, detokenize=False)
 BOUND_S = 6.0
 """For what must happen at once, on a busy machine."""
 
@@ -53,20 +52,10 @@ def sockets(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     return tmp_path / "s"
 
 
-def run(coroutine: Coroutine[Any, Any, Any], limit_s: float = 60.0) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, limit_s))
-
-
 @contextlib.asynccontextmanager
 async def engine(model: pathlib.Path, **options: Any) -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM(str(model), **{**OPTIONS, **options}) as llm:
         yield llm
-
-
-async def collect(llm: AsyncLLM, prompt: list[int], params: SamplingParams = SHORT, **kwargs: Any) -> RequestOutput:
-    outputs = [output async for output in llm.generate(prompt, params, **kwargs)]
-    assert outputs and outputs[-1].finished
-    return outputs[-1]
 
 
 def began(
@@ -76,20 +65,13 @@ def began(
     return asyncio.create_task(collect(llm, prompt, params, request_id=name, session=session), name=name)
 
 
-async def tokens_of(llm: AsyncLLM, name: str, count: int) -> None:
-    """Until the request of the task ``name`` has so many tokens."""
-    while name not in llm._streams or len(llm._streams[name].builder.output.outputs[0].token_ids) < count:
-        assert any(task.get_name() == name for task in asyncio.all_tasks()), f"{name} is over"
-        await asyncio.sleep(0.001)
-
-
 async def until(condition: Callable[[dict[str, Any]], bool], llm: AsyncLLM, limit_s: float = 40.0) -> dict[str, Any]:
     async with asyncio.timeout(limit_s):
         while True:
             with contextlib.suppress(MidstreamError):
                 if condition(status := await llm.status()):
                     return status
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # as a client does: all that it can see is the status
 
 
 def serves(status: dict[str, Any]) -> bool:
@@ -316,7 +298,7 @@ def test_a_lost_rank_ends_the_engine_for_every_client(
     async def body(at: int, state: str) -> None:
         llm = AsyncLLM(str(models[0]), **OPTIONS, **options, dp_timeout_s=limit_s)
         await llm.start()
-        all_pids = pids(llm)
+        all_pids, ranks = pids(llm), list(llm._engine._ranks)
         tasks = await bring(llm, state, models)
         start = time.monotonic()
         os.kill(all_pids[at % 2], number)
@@ -328,9 +310,9 @@ def test_a_lost_rank_ends_the_engine_for_every_client(
         errors = [r for r in results if isinstance(r, BaseException)]
         assert errors and all(isinstance(r, EngineDead) and "lost" in str(r) for r in errors), (state, results)
         await asyncio.wait_for(llm.ended.wait(), bound_s)
-        async with asyncio.timeout(BOUND_S):  # the others do not stay behind, before anybody closes anything
-            while any(is_alive(pid) for pid in all_pids):
-                await asyncio.sleep(0.01)
+        # the others do not stay behind, before anybody closes anything
+        await asyncio.wait_for(asyncio.gather(*(rank.ended.wait() for rank in ranks)), BOUND_S)
+        assert not any(is_alive(pid) for pid in all_pids)
         for late in (llm.status(), collect(llm, [5]), llm.abort("r0")):
             with pytest.raises(EngineDead):
                 await asyncio.wait_for(late, 1)
@@ -355,7 +337,8 @@ def test_closing_with_a_rank_that_hangs_is_bounded(moe: list[pathlib.Path], sock
 
 
 MUTANT = """
-from midstream.engine import core, scenarios
+from midstream.check import scenarios
+from midstream.engine import core
 from midstream.weights.ipc import IPCWeightTransferEngine as Engine
 
 
@@ -504,9 +487,10 @@ def test_all_ranks_lost_start_again_whole_and_wait_for_the_current_weights(
     async def lose(llm: AsyncLLM) -> None:
         for pid in pids(llm)[: 1 if kind == "lockstep" else 2]:
             os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(BOUND_S):
-            while not llm._engine._why:
-                await asyncio.sleep(0.001)
+        with pytest.raises((EngineDead, NotReady)):
+            async with asyncio.timeout(BOUND_S):
+                while True:  # the first call that is not answered any more
+                    await llm.is_paused()
 
     async def body() -> None:
         async with engine(models[0], **options, elastic=True) as llm:

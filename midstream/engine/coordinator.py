@@ -48,9 +48,9 @@ _TORN = ("start_weight_update", "update_weights")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What every rank takes next. ``verb``: "pause", "resume", "pause_timed_out" (of), "finish" (the update that call
-    ``op`` prepared), "cancel" (of, reason: the update that call ``of`` prepared or prepares, if it does), "shutdown",
-    or any other verb of the engine."""
+    """What every rank takes next. ``verb``: "pause_generation", "resume_generation", "pause_timed_out" (of), "finish"
+    (the update that call ``op`` prepared), "cancel" (of, reason: the update that call ``of`` prepared or prepares, if
+    it does), "shutdown", or any other verb of the engine."""
 
     op: int
     verb: str
@@ -131,12 +131,12 @@ class Coordinator:
             return [(caller, Answer(call, self.error))]
         arguments = dict(arguments)
         op = self._num_commands
-        if verb == "pause":
+        if verb == "pause_generation":
             timeout_s, lease_s = arguments.pop("timeout_s", None), arguments.pop("lease_s", None)
             if timeout_s is not None:
                 self._deadlines[op] = now + timeout_s
             self._leases[op] = None if lease_s is None else now + lease_s
-        elif verb == "resume":
+        elif verb == "resume_generation":
             self._leases.clear()
         self._open[op] = _Open(caller, call, verb, frozenset(self.ranks))
         return self._log(verb, arguments)
@@ -148,7 +148,7 @@ class Coordinator:
         op, lease = self._newest_lease()
         if op is not None and lease is not None and now >= lease:
             self._leases.clear()
-            sends += self._log("resume", {"lease_of": op})
+            sends += self._log("resume_generation", {"lease_of": op})
         return sends
 
     @property
@@ -257,7 +257,7 @@ class Coordinator:
         call = self._open.pop(op)
         sends: list[Send] = [] if call.caller is None else [(call.caller, Answer(call.call, result))]
         self._deadlines.pop(op, None)
-        if call.verb == "pause" and op in self._leases:
+        if call.verb == "pause_generation" and op in self._leases:
             if isinstance(result, MidstreamError):
                 del self._leases[op]
             else:
@@ -276,7 +276,7 @@ class Coordinator:
 
     def _undo(self, op: int, call: _Open, reason: str) -> list[Send]:
         """Replicas that go on are to be as they were before this call, which fails."""
-        if call.verb == "pause":
+        if call.verb == "pause_generation":
             return self._log("pause_timed_out", {"of": op})
         prepared = call.is_finishing or None in call.results.values()
         return self._log("cancel", {"of": op, "reason": reason}) if prepared else []

@@ -109,8 +109,6 @@ class EngineCore:
         self.sleep = Sleep(self)
         self._verbs: dict[str, Callable[..., None]] = {
             "pause_generation": self.pauses.pause,
-            "pause": self.pauses.pause,
-            "resume": self.pauses.resume,
             "pause_timed_out": self.pauses.timed_out,
             "resume_generation": self.pauses.resume,
             "is_paused": lambda op: self.reply(op, {"is_paused": self.is_paused}),

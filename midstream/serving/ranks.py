@@ -270,7 +270,7 @@ class Ranks:
         else:
             encode(Call(op, verb, arguments))  # a coordinator that has it in its log must be able to send it
             now = time.monotonic()
-            self._pass_on(self._coordinator.call(_SELF, op, verb.removesuffix("_generation"), arguments, now))
+            self._pass_on(self._coordinator.call(_SELF, op, verb, arguments, now))
 
     def post(self, rank: int, frame: bytes) -> None:
         self._ranks[rank].post(frame)
@@ -546,7 +546,7 @@ class Ranks:
         if self._tokenizer is not None:
             await self._ask_all("load_grammar_tokenizer", **self._tokenizer)
         if self._pause is not None:
-            await self._ask_all("pause", **self._pause)
+            await self._ask_all("pause_generation", **self._pause)
 
     async def _start_again(self, rank: Rank, reason: str) -> None:
         """One replica anew, while the others serve."""
@@ -604,7 +604,7 @@ class Ranks:
             return "the others to wake up"
         own = await self._ask(rank, "status")
         if own["state"] != "running":
-            await self._ask(rank, "resume", force=True)
+            await self._ask(rank, "resume_generation", force=True)
         if own["weights_id"] != group_status["weights_id"]:
             version = f"{group_status['version']!r} ({group_status['weights_id'][:12]})"
             self._why[rank.index] = "pending_weights", f"{reason}; it is getting weight version {version}"
@@ -617,7 +617,7 @@ class Ranks:
             await self._ask(rank, "load_grammar_tokenizer", **self._tokenizer)
         if group_status["state"] == "paused":
             pause = {key: group_status[key] for key in ("mode", "clear_cache", "owner")}
-            await self._ask(rank, "pause", **pause)
+            await self._ask(rank, "pause_generation", **pause)
         version_ = {"number": group_status["number"], "version": group_status["version"]}
         await self._ask(rank, "adopt", position=position, **version_)
         return None

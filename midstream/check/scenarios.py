@@ -12,8 +12,10 @@ from dataclasses import replace
 from itertools import combinations, combinations_with_replacement
 from typing import Any, NamedTuple
 
+from midstream.check.explore import explore
+from midstream.check.machine import Machine
+from midstream.check.state import Request, Scenario, Variant, Violation
 from midstream.engine.coordinator import Answer, Coordinator, Send
-from midstream.engine.explore import Machine, Request, Scenario, Variant, Violation, explore
 from midstream.engine.protocol import Action, Op, Outcome, Protocol, Turn
 from midstream.engine.vote import StepFacts, StepVerdict, StepVote, verdict
 from midstream.types import KVPolicy, PauseMode
@@ -22,7 +24,7 @@ Calls = tuple[tuple[str, dict[str, Any]], ...]
 
 
 def _cycle(mode: str, **more: Any) -> Calls:
-    return (("pause", {"mode": mode, **more}), ("resume", {}))
+    return (("pause_generation", {"mode": mode, **more}), ("resume_generation", {}))
 
 
 class Element(NamedTuple):
@@ -39,8 +41,8 @@ ELEMENTS = {
     "pause abort": Element((_cycle("abort"),)),
     "pause keep": Element((_cycle("keep"),)),
     "pause wait": Element((_cycle("wait"),)),
-    "resume": Element(((("resume", {}),),)),
-    "cancel": Element((_cycle("keep"), (("resume", {}),))),
+    "resume": Element(((("resume_generation", {}),),)),
+    "cancel": Element((_cycle("keep"), (("resume_generation", {}),))),
     "commit": Element(((("finish_update", {}),),)),
     "loss": Element(may_lose=True),
 }
@@ -127,7 +129,7 @@ class PausesInTheFrontEnd(Coordinator):
     """A pause holds back new requests and nothing else."""
 
     def call(self, caller: str, call: Any, verb: str, arguments: dict[str, Any], now: float) -> list[Send]:
-        if verb == "pause":
+        if verb == "pause_generation":
             return [(caller, Answer(call, {"paused": True}))]
         return super().call(caller, call, verb, arguments, now)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from midstream.check.explore import explore
+from midstream.check.machine import Machine
+from midstream.check.scenarios import ELEMENTS, MUTANTS, Mutant, check, deep_list, default_list, find, scenario
+from midstream.check.state import Request, Scenario, Variant, Violation
 from midstream.cli import main
-from midstream.engine.explore import Machine, Request, Scenario, Variant, Violation, explore
 from midstream.engine.protocol import Protocol
-from midstream.engine.scenarios import ELEMENTS, MUTANTS, Mutant, check, deep_list, default_list, find, scenario
 from midstream.engine.vote import StepVerdict
 
 
@@ -47,7 +49,7 @@ def test_a_violation_has_the_shortest_way_there() -> None:
     [front_end] = [mutant for mutant in MUTANTS if mutant.name == "pause in the front end"]
     text = str(find(front_end)[1])
     assert text.splitlines()[0] == "a forward during an acknowledged pause"
-    assert "  1. controller 0 calls pause {'mode': 'keep'}\n    2. request 0 is sent to rank 0\n" in text
+    assert "  1. controller 0 calls pause_generation {'mode': 'keep'}\n    2. request 0 is sent to rank 0\n" in text
     assert "all vote: which is what must not be\n       rank 0: in a vote, running" in text
 
 
@@ -64,7 +66,7 @@ class NeverCompletes(Protocol):
 
 def test_who_is_never_answered_is_found() -> None:
     """Votes go on for ever: no single state is wrong, the graph is."""
-    where = Scenario("one pause", requests=(Request(1, 0),), controllers=((("pause", {"mode": "keep"}),),))
+    where = Scenario("one pause", requests=(Request(1, 0),), controllers=((("pause_generation", {"mode": "keep"}),),))
     with pytest.raises(Violation, match="nothing settles this"):
         explore(where, Machine(Variant(NeverCompletes), 2, 1), 10_000)
 
@@ -72,6 +74,6 @@ def test_who_is_never_answered_is_found() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("vote_every", [1, 2, 3])
 def test_any_number_of_ranks_and_any_interval(num_ranks: int, vote_every: int) -> None:
-    calls = (("pause", {"mode": "wait"}), ("resume", {}))
+    calls = (("pause_generation", {"mode": "wait"}), ("resume_generation", {}))
     where = Scenario("a pause", num_ranks, vote_every, (Request(2, 0), Request(1)), (calls,))
     assert explore(where, Machine(Variant(), num_ranks, vote_every), 200_000).is_complete
