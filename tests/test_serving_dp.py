@@ -19,7 +19,7 @@ import torch
 from checkpoints import write_checkpoint
 from cores import TINY
 from engines import LONG, SHORT, collect, run, tokens_of
-from midstream.errors import EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
+from midstream.errors import Conflict, EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
 from midstream.serving.async_llm import AsyncLLM
 from midstream.types import RequestOutput, SamplingParams
 
@@ -250,6 +250,89 @@ def test_case_045_one_replica_that_fails_a_chunk_commits_nowhere_and_a_retry_con
             found = await llm.update_weights({"weight_dir": str(dense[1])})
             assert found["number"] == 1
             assert len({rank["number"] for rank in (await llm.status())["ranks"]}) == 1
+
+    run(body())
+
+
+@pytest.mark.parametrize("kind", ["replicas", "lockstep"])
+def test_case_088_what_is_aborted_in_a_keep_pause_takes_nobody_along(
+    dense: list[pathlib.Path], moe: list[pathlib.Path], kind: str
+) -> None:
+    model, options = (dense[0], REPLICAS) if kind == "replicas" else (moe[0], LOCKSTEP)
+
+    async def body() -> None:
+        async with engine(model, **options) as llm:
+            straight = look(await collect(llm, [5, 6], LONG))
+            free = (await llm.status())["num_free_blocks"]
+            tasks = [began(llm, [5, 6], f"r{i}", "ab"[i % 2]) for i in range(6)]
+            for i in range(6):
+                await tokens_of(llm, f"r{i}", 2)
+            await llm.pause_generation("keep", clear_cache=False)
+            for i in (0, 3):  # one of each rank
+                await llm.abort(f"r{i}")
+            tasks[1].cancel()  # and a client that leaves
+            ended = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[3]), BOUND_S)
+            assert {output.outputs[0].finish_reason for output in ended} == {"abort"}
+            await until(lambda s: s["held"] == 3, llm)
+            await llm.resume_generation()
+            others = await asyncio.wait_for(asyncio.gather(tasks[2], tasks[4], tasks[5]), 30)
+            assert [look(output) for output in others] == [straight] * 3
+            assert (await llm.status())["num_free_blocks"] == free
+
+    run(body())
+
+
+@pytest.mark.parametrize("kind", ["replicas", "lockstep"])
+def test_case_116_status_agrees_with_the_truth_on_every_rank(
+    dense: list[pathlib.Path], moe: list[pathlib.Path], kind: str
+) -> None:
+    """Pauses, owners and versions in random order: after every call the status says what the calls were told."""
+    models, options = (dense, REPLICAS) if kind == "replicas" else (moe, LOCKSTEP)
+    rng = random.Random(0)
+
+    async def body() -> None:
+        async with engine(models[0], **options) as llm:
+            mode: str | None = None
+            owner: str | None = None
+            number, label, held = 0, "0", 0
+            tasks: list[asyncio.Task[Any]] = []
+            for step in range(120):
+                who = rng.choice((None, None, "a"))
+                match rng.choice(("pause", "resume", "update", "label", "request", "request", "request")):
+                    case "pause":
+                        wanted = rng.choice(("keep", "keep", "abort"))
+                        may = owner in (None, who)
+                        with contextlib.nullcontext() if may else pytest.raises(Conflict, match="belongs to"):
+                            await llm.pause_generation(wanted, owner=who)
+                        if may:
+                            mode, owner, held = wanted, who, held if wanted == "keep" else 0
+                    case "resume":
+                        may = owner in (None, who)
+                        with contextlib.nullcontext() if may else pytest.raises(Conflict, match="belongs to"):
+                            await llm.resume_generation(owner=who)
+                        if may:
+                            mode, owner, held = None, None, 0
+                            await asyncio.gather(*tasks)
+                    case "update":
+                        which = rng.randrange(3)
+                        await llm.update_weights({"weight_dir": str(models[which]), "weight_version": f"v{step}"})
+                        number, label = number + 1, f"v{step}"
+                    case "label":
+                        label = f"l{step}"
+                        await llm.update_weight_version(label)
+                    case "request" if mode == "keep":
+                        tasks.append(asyncio.create_task(collect(llm, [5, 6], SHORT, request_id=f"x{step}")))
+                        held += 1
+                        while f"x{step}" not in llm._streams:
+                            await asyncio.sleep(0)
+                status = await llm.status()
+                assert (status["state"], status["mode"]) == ("running" if mode is None else "paused", mode)
+                assert (status["owner"], status["held"], status["number"]) == (owner, held, number)
+                assert [(rank["number"], rank["version"]) for rank in status["ranks"]] == [(number, label)] * 2
+                assert (status["paused_since"] is not None) == (mode is not None) == await llm.is_paused()
+            await llm.resume_generation(force=True)
+            await asyncio.gather(*tasks)
+            assert number > 5 and len(tasks) > 5
 
     run(body())
 

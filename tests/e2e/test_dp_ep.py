@@ -86,7 +86,7 @@ class Group:
     async def pause(self) -> None:
         mode, clear = self.rng.choice(("keep", "abort", "wait")), self.rng.random() < 0.7
         try:
-            found = await self.within(self.llm.pause_generation(mode, clear), LIMIT_S * (6 if mode == "wait" else 1))
+            found = await self.within(self.llm.pause_generation(mode, clear), LIMIT_S * (2 if mode == "wait" else 1))
         except PauseCancelled:
             return
         assert found["paused"]
@@ -103,7 +103,7 @@ class Group:
     async def update(self) -> None:
         which = self.rng.randrange(len(self.models))
         try:
-            found = await self.within(self.llm.update_weights({"weight_dir": str(self.models[which])}), LIMIT_S * 4)
+            found = await self.within(self.llm.update_weights({"weight_dir": str(self.models[which])}))
         except MidstreamError as error:
             assert error.status == 409, error  # another one is open, or the pause it was held for ended
             return
