@@ -51,6 +51,16 @@ def check_type(name: str, declared: str, value: Any) -> None:
         raise InvalidInput(f"{name} must be {what}, got {value!r:.80}")
 
 
+def check_limits(timeout_s: Any, lease_s: Any) -> None:
+    """Raise InvalidInput for what is no time limit, or no lease, of a pause."""
+    check_type("timeout_s", "float | None", timeout_s)
+    check_type("lease_s", "float | None", lease_s)
+    if timeout_s is not None and timeout_s < 0:
+        raise InvalidInput(f"timeout_s must be a number >= 0, got {timeout_s}")
+    if lease_s is not None and lease_s <= 0:
+        raise InvalidInput(f"lease_s must be a number > 0, got {lease_s}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything one engine needs to start. The command line is made from these fields and their docstrings."""
@@ -139,8 +149,8 @@ class EngineConfig:
         if self.block_size % 16:
             raise InvalidInput(f"block_size must be a multiple of 16, got {self.block_size}")
         for name in ("update_lease_s", "dp_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidInput(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= 1e6:
+                raise InvalidInput(f"{name} must be positive, and at most a million seconds, got {getattr(self, name)}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -68,5 +68,5 @@ class ServerMetrics:
             if isinstance(value, (int, float)):
                 gauge.set(value)
         if status is not None:
-            self._paused.set(status.get("state") != "running")
+            self._paused.set(status.get("state") in ("pausing", "paused"))
         return generate_latest(self.registry)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from midstream.engine.coordinator import Agreed, Answer, Command, Coordinator, Lost, Send, StartWave, merge
-from midstream.errors import Conflict, EngineDead, MidstreamError, TimedOut, UpdateConflict
+from midstream.errors import Conflict, EngineDead, InvalidInput, MidstreamError, TimedOut, UpdateConflict
 
 
 def commands(sends: list[Send]) -> list[tuple[Any, int, str]]:
@@ -142,11 +142,66 @@ def test_the_lease_of_the_newest_pause_that_holds_resumes() -> None:
     group.answered(0, 1, TimedOut("late"))
     assert group.next_deadline == 10.0, "and has failed"
     sends = group.tick(10.0)
-    assert commands(sends) == [(0, 4, "resume_generation")] and group.next_deadline is None
+    assert commands(sends) == [(0, 4, "resume_generation")]
     assert group.answered(0, 3, {"was_paused": True}) == [], "nobody called it"
+    assert group.next_deadline is None
     group.call("a", 3, "pause_generation", {"lease_s": 10.0}, 20.0)
     group.call("a", 4, "resume_generation", {}, 21.0)
-    assert group.tick(99.0) == []
+    group.answered(0, 5, {"was_paused": True})
+    assert group.next_deadline is None and group.tick(99.0) == []
+
+
+def test_a_refused_resume_leaves_the_lease() -> None:
+    group = Coordinator(2)
+    group.call("a", 1, "pause_generation", {"owner": "a", "lease_s": 5.0}, 0.0)
+    for rank in range(2):
+        group.answered(rank, 0, {"paused": True})
+    group.call("b", 1, "resume_generation", {"owner": "b"}, 1.0)
+    for rank in range(2):
+        group.answered(rank, 1, Conflict("it belongs to a"))
+    assert (group.next_deadline, group.lease_left_s(2.0)) == (5.0, 3.0)
+    assert commands(group.tick(5.0)) == [(0, 3, "resume_generation"), (1, 3, "resume_generation")]
+    for rank in range(2):
+        group.answered(rank, 2, Conflict("asleep"))
+    assert group.tick(5.5) == [] and commands(group.tick(6.0)) == [(rank, 4, "resume_generation") for rank in range(2)]
+    for rank in range(2):
+        group.answered(rank, 3, {"was_paused": True})
+    assert group.next_deadline is None
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": -1}, {"lease_s": 0}, {"timeout_s": float("nan")}, {"lease_s": "x"}])
+def test_wrong_limits_are_refused_and_leave_nothing(limits: dict[str, Any]) -> None:
+    group = Coordinator(2)
+    with pytest.raises(InvalidInput):
+        group.call("a", 1, "pause_generation", {"timeout_s": 1.0, "mode": "keep", **limits}, 0.0)
+    assert group.next_deadline is None and group.quiet_at == 0
+    assert [m.op for _, m in group.call("a", 2, "resume_generation", {}, 0.0) if isinstance(m, Command)] == [0, 0]
+
+
+def test_the_lease_of_an_update_is_the_coordinators() -> None:
+    group = Coordinator(2, update_lease_s=10.0)
+    group.call("a", 1, "start_weight_update", {}, 0.0)
+    for rank in range(2):
+        group.answered(rank, 0, {"session_id": "update-0"}, 1.0)
+    assert group.next_deadline == 11.0
+    group.call("a", 2, "update_weights", {}, 9.0)
+    assert group.tick(30.0) == [], "a chunk is on its way"
+    for rank in range(2):
+        group.answered(rank, 1, {"received": 1}, 31.0)
+    assert group.next_deadline == 41.0
+    sends = group.tick(41.0)
+    assert commands(sends) == [(rank, 2, "abort_weight_update") for rank in range(2)] and group.next_deadline is None
+    assert sends[0][1].arguments["of"] == [0]  # type: ignore[union-attr]
+
+
+def test_a_late_torn_chunk_aborts_no_other_update() -> None:
+    group = Coordinator(2)
+    for op, verb in enumerate(("start_weight_update", "update_weights", "abort_weight_update", "start_weight_update")):
+        group.call("a", op, verb, {}, 0.0)
+    group.answered(0, 1, {"received": 1})
+    sends = group.answered(1, 1, UpdateConflict("aborted while received"))
+    assert commands(sends)[0][2] == "abort_weight_update"
+    assert sends[0][1].arguments["of"] == [0, 1], "the second start is call 3"  # type: ignore[union-attr]
 
 
 def test_a_lost_rank_ends_a_lockstep_group() -> None:
@@ -185,18 +240,30 @@ def test_replicas_settle_a_call_once_all_are_due_at_one_position() -> None:
     assert group.due(0, 2) == [], "each agreement needs a word of its own"
 
 
-def test_a_lost_replica_fails_the_open_calls_and_leaves_the_others_as_they_were() -> None:
+def test_a_lost_replicas_part_of_a_call_is_not_waited_for() -> None:
     group = Coordinator(3, lockstep=False)
     group.call("a", 1, "pause_generation", {"mode": "wait"}, 0.0)
     group.call("a", 2, "finish_weight_update", {}, 0.0)
     group.prepared(0, 1)
+    group.answered(0, 0, {"paused": True})
+    group.answered(1, 0, {"paused": True})
     sends = group.rank_lost(2, "gone")
-    assert commands(sends) == [(0, 3, "pause_timed_out"), (1, 3, "pause_timed_out"), (0, 4, "cancel"), (1, 4, "cancel")]
-    assert [call for _, call, _ in answers(sends)] == [1, 2]
+    assert answers(sends) == [("a", 1, {"paused": True})] and commands(sends) == []
     assert [to for to, m in sends if isinstance(m, Lost)] == ["a"]
-    assert commands(group.prepared(1, 1)) == [(0, 5, "cancel"), (1, 5, "cancel")], "it had not heard yet"
+    assert commands(group.prepared(1, 1)) == [(0, 3, "finish"), (1, 3, "finish")]
     group.call("a", 3, "status", {}, 0.0)
-    group.answered(0, 2, {"state": "running"})
-    assert answers(group.answered(1, 2, {"state": "running"})) == []
     group.rank_lost(0, "gone")
-    assert isinstance(group.error, MidstreamError) or group.ranks == {1}
+    assert group.ranks == {1} and group.error is None
+    sends = group.rank_lost(1, "gone")
+    assert [call for _, call, _ in answers(sends)] == [2, 3] and isinstance(group.error, EngineDead)
+
+
+def test_no_replica_joins_beside_a_call_that_changes_something() -> None:
+    group = Coordinator(2, lockstep=False)
+    group.rank_lost(1, "gone")
+    group.call("a", 1, "status", {}, 0.0)
+    assert group.quiet_at == 0
+    group.call("a", 2, "update_weights", {}, 0.0)
+    assert group.quiet_at is None and not group.join(1, 0)
+    group.answered(0, 1, {"number": 1})
+    assert group.join(1, 0) and group.ranks == {0, 1}

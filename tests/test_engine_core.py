@@ -1253,3 +1253,41 @@ def test_the_step_log_has_every_step_and_commit(make: Callable[..., Driver], tmp
 def test_a_cache_larger_than_any_memory_is_refused_by_its_size(models: pathlib.Path) -> None:
     with pytest.raises(InvalidInput, match=r"no memory for \d+ KV blocks \(\d+ bytes\)"):
         Driver(models / "w0", num_blocks=1 << 45)
+
+
+# -- one of several ---------------------------------------------------------------------------------------------------
+
+
+def prepared_replica(make: Callable[..., Driver], *calls: tuple[str, dict[str, Any]]) -> tuple[Driver, int]:
+    """A replica under an agreed keep-pause, and the last of these calls, whose update it has prepared."""
+    driver = make(data_parallel_size=2)
+    pause = driver.call("pause_generation", mode="keep")
+    driver.step()
+    driver.core.agree(driver.core.protocol.position)
+    driver.take()
+    assert driver.result(pause)["paused"]
+    for verb, arguments in calls:
+        op = driver.call(verb, **arguments)
+    driver.settle()
+    while driver.core.worker.is_busy:
+        driver.settle()
+        driver.step()
+    return driver, op
+
+
+def test_a_reset_that_all_have_prepared_needs_the_pause_still(make: Callable[..., Driver]) -> None:
+    driver, reset = prepared_replica(make, ("weight_checker", {"action": "reset"}))
+    assert driver.core.session.state.value == "prepared"
+    driver.result(driver.call("resume_generation"))
+    driver.core.call(reset, "finish", {})
+    driver.take()
+    assert isinstance(driver.error(reset), Conflict) and driver.core.scheduler.version.number == 0
+
+
+def test_an_update_of_several_ranks_is_aborted_by_its_own_calls_alone(make: Callable[..., Driver]) -> None:
+    driver = make(data_parallel_size=2, update_lease_s=1e-6)
+    start = driver.call("start_weight_update")
+    driver.steps(3)
+    assert driver.core.session.is_open, "no clock of a rank's own ends it"
+    assert driver.now("abort_weight_update", of=[start + 1])["aborted"] is None and driver.core.session.is_open
+    assert driver.now("abort_weight_update", of=[start])["aborted"] == f"update-{start}"

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 NO_TORCH = (
     "types", "config", "errors", "metrics",
     "kv.block_pool", "kv.manager",
-    "engine.scheduler", "engine.protocol", "engine.vote", "engine.coordinator", "check.scenarios",
+    "engine.scheduler", "engine.protocol", "engine.vote", "engine.coordinator", "engine.merge", "check.scenarios",
     "engine.grammar",
     "weights.session", "weights.columns",
     "serving.client", "serving.router",

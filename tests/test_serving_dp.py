@@ -19,9 +19,10 @@ import torch
 from checkpoints import write_checkpoint
 from cores import TINY
 from engines import LONG, SHORT, collect, run, tokens_of
+from midstream.engine.process import Outputs
 from midstream.errors import Conflict, EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
 from midstream.serving.async_llm import AsyncLLM
-from midstream.types import RequestOutput, SamplingParams
+from midstream.types import RequestIncrement, RequestOutput, SamplingParams, WeightVersionSpan
 
 torch.set_num_threads(1)
 
@@ -405,6 +406,44 @@ def test_a_lost_rank_ends_the_engine_for_every_client(
 
     for at, state in enumerate(states):
         run(body(at, state))
+
+
+def test_a_rank_lost_while_the_others_start_is_an_error_of_the_start(
+    dense: list[pathlib.Path], sockets: pathlib.Path
+) -> None:
+    async def body() -> None:
+        llm = AsyncLLM(str(dense[0]), **OPTIONS, **REPLICAS)
+        starting = asyncio.create_task(llm.start())
+        while llm._ranks is None or len(llm._ranks) < 2:
+            await asyncio.sleep(0)
+        first, second = llm._engine
+        os.kill(second.process.pid, signal.SIGSTOP)
+        await asyncio.wait_for(asyncio.shield(first.ready), 30)
+        os.kill(first.process.pid, signal.SIGKILL)
+        await asyncio.wait_for(first.ended.wait(), BOUND_S)
+        os.kill(second.process.pid, signal.SIGCONT)
+        with pytest.raises(EngineDead, match="rank 0 was lost"):
+            await asyncio.wait_for(starting, 30)
+        assert not list(sockets.iterdir())
+
+    run(body())
+
+
+def test_a_number_that_clients_have_seen_is_remembered(dense: list[pathlib.Path]) -> None:
+    """For a start of all ranks again, also where the answer of its commit was lost with a rank."""
+
+    async def body() -> None:
+        async with engine(dense[0], **REPLICAS) as llm:
+            await llm.pause_generation("keep", timeout_s=5)
+            await llm.weight_checker("reset")
+            assert llm._engine._version["number"] == 1 and llm._engine._version["weights_id"]
+            assert llm._engine._pause is not None and "timeout_s" not in llm._engine._pause
+            span = WeightVersionSpan("seven", 7, 0, 1)
+            increment = RequestIncrement("x", 0, [], [span], 0)
+            llm._engine._note_numbers(Outputs([increment], [], []))
+            assert llm._engine._version == {"number": 7, "version": "seven", "weights_id": ""}
+
+    run(body())
 
 
 def test_closing_with_a_rank_that_hangs_is_bounded(moe: list[pathlib.Path], sockets: pathlib.Path) -> None:

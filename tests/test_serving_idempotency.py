@@ -99,7 +99,8 @@ def test_documents_are_stored_and_another_body_under_the_key_is_a_conflict(serve
         refused = server.post(path, other, headers=headers)
         assert refused.status_code == 409 and "'document'" in refused.json()["error"]["message"]
     assert server.post("/v1/completions", body).json()["id"] != first.json()["id"]
-    assert server.post("/v1/completions", body, headers={"Idempotency-Key": "k" * 513}).status_code == 400
+    for name in ("Idempotency-Key", "X-Session-ID"):
+        assert server.post("/v1/completions", body, headers={name: "k" * 513}).status_code == 400
 
 
 def test_many_readers_of_one_generation(server: Served) -> None:

@@ -13,37 +13,33 @@ A call is one command; its number in the log, ``op``, is the identity under whic
 prepared an update reports that instead of an answer: once all have, "finish" is logged under the same ``op``, and so
 nothing is committed anywhere before it can be committed everywhere. If one fails where others have prepared, "cancel"
 is logged. Clocks run here alone and speak through the log: "pause_timed_out" of a pause that has been open for
-``timeout_s``, and a resume when the ``lease_s`` of the pause that holds has ended.
+``timeout_s``, a resume when the ``lease_s`` of the pause that holds has ended, an abort of an update that was silent.
 
 In a lockstep group ranks agree by votes of their own, and the loss of one ends the group: every open call fails, all
 ranks and front ends are told. Replicas (``lockstep=False``) agree through the log (:meth:`due`, :class:`Agreed`), and
-the loss of one fails the open calls, undoes what they asked of the others, and leaves those serving. One that was
-started again takes part once it is as the others are at a position of the log at which no call is open (:meth:`join`).
+after the loss of one the others answer for themselves. One that was started again takes part once it is as the others
+are at a position of the log, and no call is open that changes anything (:meth:`join`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from midstream.errors import EngineDead, MidstreamError, from_wire, to_wire
+from midstream.config import check_limits
+from midstream.engine.merge import merge, merge_status
+from midstream.errors import EngineDead, MidstreamError
 
 PLAIN = frozenset({"status", "is_paused", "is_sleeping", "update_weights", "weight_digests"})
 """Verbs that change nothing which ranks must agree about and that may come often: they have no position in the log, so
 that a stream of them cannot keep votes from agreeing."""
 
 
-SUMMED = frozenset(
-    {
-        *("running", "waiting", "held", "aborted", "reset_requests", "num_blocks", "num_free_blocks"),
-        *("num_sampled_tokens", "num_reprefilled_tokens", "num_connections"),
-    }
-)
-"""What each rank counts for itself."""
-_DIGESTS = ("digests", "checksums")
 _TORN = ("start_weight_update", "update_weights")
 """Where one rank refuses and another does not, no update can come of it: it is aborted on all."""
+_UPDATING = (*_TORN, "finish_weight_update")
+_RETRY_S = 1.0
+"""After the resume of a lease that has ended was refused, as while the engine sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +97,8 @@ class _Open:
     verb: str
     ranks: frozenset[int]
     """That were asked."""
+    updates: tuple[int, ...] = ()
+    """The calls that may have started the update which this one is of."""
     results: dict[int, dict[str, Any] | MidstreamError | None] = field(default_factory=dict)
     is_finishing: bool = False
     """All ranks had prepared: "finish" is logged, and what comes now is its result."""
@@ -109,7 +107,8 @@ class _Open:
 class Coordinator:
     """One per group. Not thread-safe; front ends are told apart by name."""
 
-    def __init__(self, num_ranks: int, lockstep: bool = True) -> None:
+    def __init__(self, num_ranks: int, lockstep: bool = True, update_lease_s: float = 60.0) -> None:
+        """``update_lease_s``: an open update of which nothing is heard for so long is aborted."""
         self.ranks = set(range(num_ranks))
         self.lockstep = lockstep
         self.front_ends: set[str] = set()
@@ -121,11 +120,17 @@ class Coordinator:
         self._leases: dict[int, float | None] = {}
         """Of the pauses since the last resume, oldest first: when to undo it. The newest that has not failed counts."""
         self._due: dict[int, int] = {}
+        self._update_lease_s = update_lease_s
+        self._started = -1
+        """The last call that started an update."""
+        self._update: tuple[int, float] | None = None
+        """The update that is open: the call that started it, and until when nothing need be heard of it."""
 
     # -- front ends ------------------------------------------------------------------------------------------------
 
     def call(self, caller: str, call: Any, verb: str, arguments: dict[str, Any], now: float) -> list[Send]:
-        """A control call. ``timeout_s`` and ``lease_s`` of a pause are kept here; the rest goes to the ranks."""
+        """A control call. ``timeout_s`` and ``lease_s`` of a pause are kept here; the rest goes to the ranks. Raises
+        InvalidInput for such limits as there are none, and has done nothing then."""
         self.front_ends.add(caller)
         if self.error is not None:
             return [(caller, Answer(call, self.error))]
@@ -133,12 +138,14 @@ class Coordinator:
         op = self._num_commands
         if verb == "pause_generation":
             timeout_s, lease_s = arguments.pop("timeout_s", None), arguments.pop("lease_s", None)
+            check_limits(timeout_s, lease_s)
             if timeout_s is not None:
                 self._deadlines[op] = now + timeout_s
             self._leases[op] = None if lease_s is None else now + lease_s
-        elif verb == "resume_generation":
-            self._leases.clear()
-        self._open[op] = _Open(caller, call, verb, frozenset(self.ranks))
+        if verb == "start_weight_update":
+            self._started = op
+        self._open[op] = _Open(caller, call, verb, frozenset(self.ranks), (self._started, op))
+        self._touch_update(verb, now)
         return self._log(verb, arguments)
 
     def tick(self, now: float) -> list[Send]:
@@ -147,15 +154,28 @@ class Coordinator:
         sends = [send for op in late for send in self._time_out(op)]
         op, lease = self._newest_lease()
         if op is not None and lease is not None and now >= lease:
-            self._leases.clear()
+            self._leases[op] = now + _RETRY_S
+            self._open[self._num_commands] = _Open(None, None, "resume_generation", frozenset(self.ranks))
             sends += self._log("resume_generation", {"lease_of": op})
+        if self._update is not None and now >= self._update[1]:
+            if any(call.verb in _UPDATING for call in self._open.values()):
+                self._touch_update("update_weights", now)  # it waits for the ranks, not they for it
+            else:
+                why = f"its lease of {self._update_lease_s} s ended without a word from the trainer"
+                sends += self._log("abort_weight_update", {"of": [self._update[0]], "reason": why})
+                self._update = None
         return sends
 
     @property
     def next_deadline(self) -> float | None:
         """When ``tick`` has something to do."""
+        lease, update = self._newest_lease()[1], None if self._update is None else self._update[1]
+        return min([*self._deadlines.values(), *(at for at in (lease, update) if at is not None)], default=None)
+
+    def lease_left_s(self, now: float) -> float | None:
+        """Of the pause that holds, or is in flight."""
         lease = self._newest_lease()[1]
-        return min([*self._deadlines.values(), *([] if lease is None else [lease])], default=None)
+        return None if lease is None else max(lease - now, 0.0)
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
@@ -167,11 +187,11 @@ class Coordinator:
         """A rank could commit the update of call ``op``."""
         if op not in self._open and self.error is None:  # nobody waits for it any more
             return self._log("cancel", {"of": op, "reason": "its finish was ended"})
-        return self._take(rank, op, None)
+        return self._take(rank, op, None, 0.0)
 
-    def answered(self, rank: int, op: int, result: dict[str, Any] | MidstreamError) -> list[Send]:
+    def answered(self, rank: int, op: int, result: dict[str, Any] | MidstreamError, now: float = 0.0) -> list[Send]:
         """A rank's answer to a command, or that it could not prepare the update of it."""
-        return self._take(rank, op, result)
+        return self._take(rank, op, result, now)
 
     def due(self, rank: int, position: int) -> list[Send]:
         """A replica could settle the open call at its position."""
@@ -190,15 +210,15 @@ class Coordinator:
         if self.lockstep or not self.ranks:
             return self._end(error)
         sends: list[Send] = [(front_end, Lost(error)) for front_end in sorted(self.front_ends)]
-        for op, call in list(self._open.items()):
-            sends += self._undo(op, call, error.message)
-            sends += self._answer(op, error)
+        for op, call in list(self._open.items()):  # the others answer for themselves
+            sends += self._gathered(op, call, 0.0) if self.ranks & call.ranks else self._answer(op, error, 0.0)
         return sends + self._agree()
 
     @property
     def quiet_at(self) -> int | None:
-        """The position of the log if no call of it is open."""
-        return None if any(call.verb not in PLAIN for call in self._open.values()) else self._position
+        """The position of the log if no call is open that changes anything."""
+        is_quiet = all(call.verb in PLAIN and call.verb not in _UPDATING for call in self._open.values())
+        return self._position if is_quiet else None
 
     def join(self, rank: int, position: int) -> bool:
         """A replica that is as the others were at ``position`` takes part from now on. False: they have moved on."""
@@ -213,8 +233,9 @@ class Coordinator:
         told: list[int | str] = [*sorted(self.ranks), *sorted(self.front_ends)]
         sends: list[Send] = [(to, Lost(error)) for to in told]
         for op in list(self._open):
-            sends += self._answer(op, error)
+            sends += self._answer(op, error, 0.0)
         self._leases.clear()
+        self._update = None
         return sends
 
     # -- the log ---------------------------------------------------------------------------------------------------
@@ -228,14 +249,14 @@ class Coordinator:
         self._num_commands += 1
         return [(rank, command) for rank in sorted(self.ranks)]
 
-    def _take(self, rank: int, op: int, result: dict[str, Any] | MidstreamError | None) -> list[Send]:
+    def _take(self, rank: int, op: int, result: dict[str, Any] | MidstreamError | None, now: float) -> list[Send]:
         call = self._open.get(op)
         if call is None or rank not in self.ranks:
             return []
         call.results[rank] = result
-        return self._gathered(op, call)
+        return self._gathered(op, call, now)
 
-    def _gathered(self, op: int, call: _Open) -> list[Send]:
+    def _gathered(self, op: int, call: _Open, now: float) -> list[Send]:
         """Once every rank has spoken: commit, cancel, or answer."""
         asked = self.ranks & call.ranks
         if not asked <= call.results.keys():
@@ -249,20 +270,29 @@ class Coordinator:
             sends = self._log("cancel", {"of": op, "reason": "another rank could not prepare it"})
         values = {rank: result for rank, result in results.items() if isinstance(result, dict)}
         if call.verb in _TORN and 0 < len(values) < len(results):
-            sends = self._log("abort_weight_update", {})
+            why = "it was refused on one rank and not on another"
+            sends = self._log("abort_weight_update", {"of": list(call.updates), "reason": why})
         is_status = call.verb == "status" and len(values) == len(results)
-        return sends + self._answer(op, merge_status(values) if is_status else merge(results))
+        return sends + self._answer(op, merge_status(values) if is_status else merge(results), now)
 
-    def _answer(self, op: int, result: dict[str, Any] | MidstreamError) -> list[Send]:
+    def _answer(self, op: int, result: dict[str, Any] | MidstreamError, now: float) -> list[Send]:
         call = self._open.pop(op)
+        is_done = not isinstance(result, MidstreamError)
         sends: list[Send] = [] if call.caller is None else [(call.caller, Answer(call.call, result))]
         self._deadlines.pop(op, None)
         if call.verb == "pause_generation" and op in self._leases:
-            if isinstance(result, MidstreamError):
-                del self._leases[op]
-            else:
+            if is_done:
                 self._leases = {other: lease for other, lease in self._leases.items() if other >= op}
-        if call.verb == "shutdown" and self.error is None and not isinstance(result, MidstreamError):
+            else:
+                del self._leases[op]
+        if call.verb == "resume_generation" and is_done:
+            self._leases = {other: lease for other, lease in self._leases.items() if other > op}
+        if call.verb == "start_weight_update" and is_done:
+            self._update = op, now + self._update_lease_s
+        elif call.verb in ("finish_weight_update", "abort_weight_update") and is_done:
+            self._update = None
+        self._touch_update(call.verb, now)
+        if call.verb == "shutdown" and self.error is None and is_done:
             sends += self._end(EngineDead("the engine was shut down"))
         return sends
 
@@ -274,12 +304,10 @@ class Coordinator:
         op = max(self._leases, default=None)
         return op, None if op is None else self._leases[op]
 
-    def _undo(self, op: int, call: _Open, reason: str) -> list[Send]:
-        """Replicas that go on are to be as they were before this call, which fails."""
-        if call.verb == "pause_generation":
-            return self._log("pause_timed_out", {"of": op})
-        prepared = call.is_finishing or None in call.results.values()
-        return self._log("cancel", {"of": op, "reason": reason}) if prepared else []
+    def _touch_update(self, verb: str, now: float) -> None:
+        """Something was heard of the open update."""
+        if self._update is not None and verb in _UPDATING:
+            self._update = self._update[0], max(self._update[1], now + self._update_lease_s)
 
     def _agree(self) -> list[Send]:
         positions = {self._due.get(rank) for rank in self.ranks}
@@ -287,51 +315,3 @@ class Coordinator:
             return []
         self._due.clear()
         return [(rank, Agreed(position)) for rank in sorted(self.ranks)]
-
-
-def merge(results: dict[int, dict[str, Any] | MidstreamError | None]) -> dict[str, Any] | MidstreamError:
-    """One answer of all ranks'. The first error, with its rank unless all say the same; else key by key: counts their
-    sum, what is equal on all ranks as it is, times (…_ms, …_s) and steps the most, the rest a list by rank. Digests
-    name by name, all that there are of one joined by " != "; a comparison of them matches if all do."""
-    errors = {rank: result for rank, result in results.items() if isinstance(result, MidstreamError)}
-    if errors:
-        rank, error = next(iter(errors.items()))
-        if len(errors) == len(results) and len({str(e) for e in errors.values()}) == 1:
-            return error
-        wire = to_wire(error)
-        return from_wire(
-            {**wire, "message": f"rank {rank}: {error.message}", "details": {**error.details, "rank": rank}}
-        )
-    values = [result for result in results.values() if isinstance(result, dict)]
-    return {key: _merged(key, [value.get(key) for value in values]) for key in values[0]}
-
-
-def _merged(key: str, values: Sequence[Any]) -> Any:
-    if key in SUMMED and all(isinstance(value, int) for value in values):
-        return sum(values)
-    if all(value == values[0] for value in values):
-        return values[0]
-    if key in _DIGESTS and all(isinstance(value, dict) for value in values):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: " != ".join(dict.fromkeys(v[name] for v in values if name in v)) for name in names}
-    if key == "match":
-        return all(values)
-    if key == "mismatches":
-        return sorted({name for value in values for name in value})
-    is_most = key.endswith(("_ms", "_s")) or key in ("num_steps", "is_paused")
-    if is_most and all(isinstance(value, (int, float)) for value in values):
-        return max(values)
-    return list(values)
-
-
-def merge_status(by_rank: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """One engine's status of all ranks': paused once all are, pausing as soon as one is. ``ranks``: what may differ."""
-    statuses = list(by_rank.values())
-    found = {key: _merged(key, [status[key] for status in statuses]) for key in statuses[0]}
-    states = {status["state"] for status in statuses}
-    found["state"] = states.pop() if len(states) == 1 else "pausing"
-    found["device_idle"] = all(status["device_idle"] for status in statuses)
-    for key in ("mode", "paused_since", "owner", "update"):  # the first that has one
-        found[key] = next((status[key] for status in statuses if status[key] is not None), None)
-    own = ("state", "running", "waiting", "held", "number", "version", "num_steps", "num_free_blocks")
-    return found | {"ranks": [{"rank": rank} | {key: status[key] for key in own} for rank, status in by_rank.items()]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from midstream.config import check_limits
 from midstream.engine import protocol as p
 from midstream.errors import Conflict, InvalidInput
 from midstream.types import PauseMode
@@ -50,10 +51,7 @@ class Pauses:
         owner: str | None = None,
         lease_s: float | None = None,
     ) -> None:
-        if timeout_s is not None and timeout_s < 0:
-            raise InvalidInput(f"timeout_s must be a number >= 0, got {timeout_s}")
-        if lease_s is not None and lease_s <= 0:
-            raise InvalidInput(f"lease_s must be a number > 0, got {lease_s}")
+        check_limits(timeout_s, lease_s)
         if owner == "":
             raise InvalidInput("owner must be a string that is not empty")
         self._check_owner(owner, "pause")

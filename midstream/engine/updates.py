@@ -250,11 +250,13 @@ class WeightUpdates:
         self._core.protocol.join(position)
         self._core.reply(op, self._core.version())
 
-    def abort(self, op: int) -> None:
-        aborted = self.session.session_id if self.session.is_open else None
+    def abort(self, op: int, of: list[int] | None = None, reason: str = "abort_weight_update was called") -> None:
+        """``of``: only if one of these calls started it; the coordinator of several ranks names them."""
+        is_meant = of is None or self.session.session_id in [f"update-{number}" for number in of]
+        aborted = self.session.session_id if self.session.is_open and is_meant else None
         if aborted:
-            self._drop("abort_weight_update was called")
-        else:
+            self._drop(reason)
+        elif of is None:
             self._broken_off = None
         self._core.reply(op, {"aborted": aborted, **self._core.version()})
 
@@ -288,9 +290,6 @@ class WeightUpdates:
         finishing = self._finishing
         assert finishing is not None
         finishing.prepared_at = time.monotonic()
-        if finishing.only_paused and not self._core.protocol.is_paused:
-            why = "the pause was undone before the weights were reset"
-            return self._drop(why, answer=Conflict(f"{why}: nothing was changed"))
         if self._core.is_one_of_many:
             self._core.outputs.prepared.append(finishing.op)  # goes on once all ranks have said so
         else:
@@ -307,6 +306,9 @@ class WeightUpdates:
         finishing = self._finishing
         if finishing is None or finishing.op != op:
             return  # dropped meanwhile, and answered
+        if finishing.only_paused and not self._core.protocol.is_paused:
+            why = "the pause was undone before the weights were reset"
+            return self._drop(why, answer=Conflict(f"{why}: nothing was changed"))
         try:
             self._core.act(self._core.protocol.finish_update(finishing.op, finishing.kv_policy))
         except MidstreamError as error:
@@ -343,7 +345,9 @@ class WeightUpdates:
 
     def watch_lease(self, now: float) -> None:
         """Drop an update whose trainer has fallen silent, unless it waits for us: also when a step or a start came
-        between two looks at the clock."""
+        between two looks at the clock. Of several ranks none does so by its own clock: the coordinator does."""
+        if self._core.is_one_of_many:
+            return
         if self._core.worker.is_busy or self._finishing:
             self.session.touch(now)
         if self.session.expired(now):

@@ -163,7 +163,12 @@ def _vllm_config(front: Frontend) -> dict[str, Any]:
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
         },
-        "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        "parallel_config": {
+            "data_parallel_size": config.data_parallel_size,
+            "enable_expert_parallel": config.enable_expert_parallel,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+        },
         "weight_transfer_config": {"backend": backend} if backend else None,
         "lora_config": None,
     }

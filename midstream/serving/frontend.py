@@ -108,9 +108,11 @@ class Frontend:
     def answer(self, request: Request, body: RequestFields, work: Work, shape: Shape, prefix: str) -> JobResponse:
         """Hand ``work`` to the engine, or find it there by its idempotency key, and answer from it."""
         key = request.headers.get("idempotency-key") or body.request_id
-        if key is not None and len(key) > _MAX_KEY:
-            raise InvalidInput(f"an idempotency key has at most {_MAX_KEY} characters, got {len(key)}")
-        work = dataclasses.replace(work, session=request.headers.get("x-session-id"))
+        session = request.headers.get("x-session-id")
+        for what, name in (("an idempotency key", key), ("a session id", session)):
+            if name is not None and len(name) > _MAX_KEY:
+                raise InvalidInput(f"{what} has at most {_MAX_KEY} characters, got {len(name)}")
+        work = dataclasses.replace(work, session=session)
         asked = None if key is None else [request.url.path, body.model_dump(mode="json")]
         job = self.jobs.submit(work, asked, prefix, body.request_id, key)
         return JobResponse(job, shape, is_stream=bool(body.stream), heartbeat_s=self.settings.heartbeat_s)

@@ -33,6 +33,7 @@ import zmq.asyncio
 
 from midstream.config import EngineConfig
 from midstream.engine import coordinator as group
+from midstream.engine.merge import merge_status
 from midstream.engine.process import (
     Agreed,
     Answer,
@@ -86,6 +87,8 @@ class Rank:
         """Its process is gone."""
         self.is_over = False
         """Lost, or told to end: nothing that it says counts."""
+        self.error: MidstreamError | None = None
+        """Why, once it is lost."""
         self.num_silent = 0
         """How many times it has been asked since it last said something."""
         self.asks: dict[Any, asyncio.Future[dict[str, Any]]] = {}
@@ -101,6 +104,7 @@ class Rank:
 
     def fail(self, error: MidstreamError) -> None:
         """Nothing that it was asked will be answered."""
+        self.error = self.error or error
         for future in (self.ready, *self.asks.values()):
             if not future.done():
                 future.set_exception(error)
@@ -172,7 +176,7 @@ class Ranks:
     async def _start_all(self, number: int) -> dict[str, Any]:
         config, size = self.config, self.config.data_parallel_size
         if size > 1:
-            self._coordinator = group.Coordinator(size, lockstep=config.enable_expert_parallel)
+            self._coordinator = group.Coordinator(size, config.enable_expert_parallel, config.update_lease_s)
         meeting = None
         if config.enable_expert_parallel and size > 1:
             self._meeting = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
@@ -181,9 +185,12 @@ class Ranks:
         for rank in range(size):
             self._ranks.append(self._launch(rank, EngineProcess(config, rank, meeting, number)))
         statuses = await asyncio.gather(*(rank.ready for rank in self._ranks))
+        for one in self._ranks:
+            if one.error is not None:  # it was ready, and lost before the others were
+                raise one.error
         if len({status["weights_id"] for status in statuses}) > 1:
             raise MidstreamError("the ranks loaded different weights: is the checkpoint being written?")
-        return group.merge_status(dict(enumerate(statuses))) if self._coordinator else statuses[0]
+        return merge_status(dict(enumerate(statuses))) if self._coordinator else statuses[0]
 
     def _launch(self, index: int, process: EngineProcess) -> Rank:
         rank, loop = Rank(index, process, self._context), asyncio.get_running_loop()
@@ -241,9 +248,14 @@ class Ranks:
         await asyncio.gather(reader, return_exceptions=True)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:  # nobody else hears of it
+                self._over(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
+
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(done)
         return task
 
     # -- what is asked of the engine -------------------------------------------------------------------------------
@@ -260,17 +272,19 @@ class Ranks:
             raise NotReady(f"the engine is started again: {next(iter(self._why.values()))[1]}; try again later")
 
     def call(self, op: int, verb: str, arguments: dict[str, Any]) -> None:
-        """``on_answer`` gets the result. Raises NotReady; what can not be encoded raises, and nothing was sent."""
+        """``on_answer`` gets the result. Raises NotReady, InvalidInput; what can not be encoded raises, and nothing was
+        sent."""
         if not self._is_serving and verb == "status" and self._why:
             return self._on_answer(op, dict(self._status))
         self.check_started()
-        self._calls[op] = verb, arguments
+        frame = encode(Call(op, verb, arguments))  # a coordinator that has it in its log must be able to send it
         if self._coordinator is None:
-            self._ranks[0].post(encode(Call(op, verb, arguments)))
+            self._calls[op] = verb, arguments
+            self._ranks[0].post(frame)
         else:
-            encode(Call(op, verb, arguments))  # a coordinator that has it in its log must be able to send it
-            now = time.monotonic()
-            self._pass_on(self._coordinator.call(_SELF, op, verb, arguments, now))
+            sends = self._coordinator.call(_SELF, op, verb, arguments, time.monotonic())
+            self._calls[op] = verb, arguments
+            self._pass_on(sends)
 
     def post(self, rank: int, frame: bytes) -> None:
         self._ranks[rank].post(frame)
@@ -302,7 +316,10 @@ class Ranks:
 
     def _tick(self) -> None:
         assert self._coordinator is not None
-        self._pass_on(self._coordinator.tick(time.monotonic()))
+        sends = self._coordinator.tick(time.monotonic())
+        if any(isinstance(message, group.Command) and message.verb == "resume_generation" for _, message in sends):
+            self._pause = None  # its lease has ended
+        self._pass_on(sends)
 
     def _answered(self, op: int, result: Result) -> None:
         verb, arguments = self._calls.pop(op, ("", {}))
@@ -318,15 +335,17 @@ class Ranks:
         if verb == "status":
             self._status = result
         elif verb == "pause_generation":
-            self._pause = arguments
+            self._pause = {name: value for name, value in arguments.items() if name != "timeout_s"}
         elif verb == "resume_generation":
             self._pause = None
         elif verb == "load_grammar_tokenizer":
             self._tokenizer = arguments
-        elif verb in ("finish_weight_update", "update_weights", "update_weight_version") and "weights_id" in result:
-            self._version = {key: result[key] for key in self._version}
-            if verb != "update_weight_version":
+        if self._version.keys() <= result.keys():
+            is_commit = result["number"] > self._version["number"]
+            if is_commit:
                 self._pending = None
+            if is_commit or verb in ("finish_weight_update", "update_weights", "update_weight_version"):
+                self._version = {key: result[key] for key in self._version}
 
     def _described(self, status: dict[str, Any]) -> dict[str, Any]:
         """``status`` with the ranks that do not serve, and why."""
@@ -334,6 +353,7 @@ class Ranks:
             status = {**status, "state": "pending_weights", "why": self._pending}
         if self._coordinator is None:
             return status
+        status = {**status, "lease_left_s": self._coordinator.lease_left_s(time.monotonic())}
         by_rank = {rank: {"rank": rank, "state": "starting", "why": "it joins"} for rank in range(len(self._ranks))}
         by_rank |= {entry["rank"]: entry for entry in status["ranks"]}
         by_rank |= {rank: {"rank": rank, "state": state, "why": why} for rank, (state, why) in self._why.items()}
@@ -358,6 +378,8 @@ class Ranks:
         coordinator = self._coordinator
         match message:
             case Outputs():
+                if coordinator is not None:
+                    self._note_numbers(message)
                 self._on_outputs(rank.index, message)
                 for answer in message.answers:
                     self._take_answer(rank, answer)
@@ -382,6 +404,13 @@ class Ranks:
             case Failed():
                 self._lost(rank, from_wire(message.error))
 
+    def _note_numbers(self, message: Outputs) -> None:
+        """A number that clients have seen is never used again, also where the answer of its commit was lost."""
+        for increment in message.increments:
+            last = increment.weight_versions[-1] if increment.weight_versions else None
+            if last is not None and last.number > self._version.get("number", last.number):
+                self._version = {"number": last.number, "version": last.version, "weights_id": ""}
+
     def _take_answer(self, rank: Rank, answer: Answer) -> None:
         result: Result = (answer.value or {}) if answer.error is None else from_wire(answer.error)
         if answer.op < 0:
@@ -390,7 +419,7 @@ class Ranks:
         elif self._coordinator is None:
             self._answered(answer.op, result)
         else:
-            self._pass_on(self._coordinator.answered(rank.index, answer.op, result))
+            self._pass_on(self._coordinator.answered(rank.index, answer.op, result, time.monotonic()))
 
     async def _ask(self, rank: Rank, verb: str, **arguments: Any) -> dict[str, Any]:
         """Of one rank, beside the log. Raises its error, also that it was lost."""
@@ -407,8 +436,12 @@ class Ranks:
         asked = asyncio.get_running_loop().create_future()
         for rank in self._ranks:
             rank.asks[verb] = asked
-        self._pass_on(self._coordinator.call(_SELF, asked, verb, arguments, time.monotonic()))
-        return await asyncio.wait_for(asked, _ASK_TIMEOUT_S)
+        try:
+            self._pass_on(self._coordinator.call(_SELF, asked, verb, arguments, time.monotonic()))
+            return await asyncio.wait_for(asked, _ASK_TIMEOUT_S)
+        finally:
+            for rank in self._ranks:
+                rank.asks.pop(verb, None)
 
     # -- loss ------------------------------------------------------------------------------------------------------
 
@@ -602,6 +635,8 @@ class Ranks:
             return f"the end of weight update {group_status['update'].get('session_id')}"
         if group_status["sleep"]["status"] != "awake":
             return "the others to wake up"
+        if not group_status["sleep"]["weights_loaded"]:
+            return "the weights of the others"
         own = await self._ask(rank, "status")
         if own["state"] != "running":
             await self._ask(rank, "resume_generation", force=True)

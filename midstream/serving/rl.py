@@ -256,10 +256,13 @@ class WeightRoutes:
         if body.weight_dir is not None:
             request["weight_dir"] = body.weight_dir
         elif isinstance(body.update_info, list):
-            if len(body.update_info) != 1:
+            size = self._llm.config.data_parallel_size
+            if len(body.update_info) != size:
                 raise InvalidInput(
-                    f"update_info is a list of {len(body.update_info)}, one for each worker: this engine has 1"
+                    f"update_info is a list of {len(body.update_info)}, one for each worker: this engine has {size}"
                 )
+            if any(info != body.update_info[0] for info in body.update_info):
+                raise InvalidInput("update_info must say the same for each worker: all take the whole of an update")
             request["update_info"] = body.update_info[0]
         else:
             request["update_info"] = body.update_info

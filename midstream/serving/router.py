@@ -21,7 +21,7 @@ class Router:
     def pick(self, session: str | None = None) -> int:
         """The rank for the next request; of equally loaded ones the first. There must be one that takes any."""
         least = min(sorted(self.ranks), key=lambda rank: self.num_live[rank])
-        if session is None:
+        if session is None or len(self.num_live) == 1:
             return least
         rank = self._sessions.pop(session, least)
         if rank not in self.ranks:  # lost: the session moves for good, what was cached for it is gone

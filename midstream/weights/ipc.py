@@ -70,6 +70,7 @@ class IPCInitInfo:
             for path, identity in found:
                 fits = fits and re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path) is not None
                 fits = fits and len(identity) == 3 and all(type(number) is int and number >= 0 for number in identity)
+                fits = fits and identity[-1] > 0
         except (TypeError, KeyError):
             fits = False
         if not fits:
@@ -144,6 +145,8 @@ class SharedBuffer:
         try:
             if _identity(fd) != identity:
                 raise InvalidInput(f"{path} is not the engine's buffer: the engine has ended, or runs elsewhere")
+            if not _is_sealed(fd):
+                raise InvalidInput(f"{path} is not the engine's buffer: it could be cut off under its readers")
             return cls(_mapped(fd, identity[-1]))
         finally:
             os.close(fd)
@@ -158,6 +161,13 @@ class SharedBuffer:
 def _mapped(fd: int, nbytes: int) -> Tensor:
     # The tensor holds the mapping, and every view of the tensor does; nothing else has to close it.
     return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not memory that can be sealed
+        return False
 
 
 def _identity(fd: int) -> list[int]:
