@@ -61,6 +61,13 @@ def check_limits(timeout_s: Any, lease_s: Any) -> None:
         raise InvalidInput(f"lease_s must be a number > 0, got {lease_s}")
 
 
+_OF_A_NODE = frozenset(
+    ("model", "revision", "model_name", "tokenizer", "device", "num_threads", "kv_cache_bytes", "step_log")
+    + ("data_parallel_rank", "data_parallel_size_local", "data_parallel_address")
+)
+"""Options that may differ between the nodes of one engine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything one engine needs to start. The command line is made from these fields and their docstrings."""
@@ -96,6 +103,13 @@ class EngineConfig:
     """Torch threads of the engine process; by default torch's choice."""
     data_parallel_size: int = 1
     """Engine processes, each with a whole model, or, with enable_expert_parallel, with its share of the experts."""
+    data_parallel_rank: int | None = None
+    """First of the ranks that this command launches, of an engine over several nodes. 0: it owns the engine, waits for
+    the others at data_parallel_address, and all front ends come to it. None beside an address: a front end alone."""
+    data_parallel_size_local: int = 1
+    """How many ranks this command launches, with data_parallel_rank."""
+    data_parallel_address: str | None = None
+    """host:port where rank 0 listens for the other nodes. No encryption, no password: for a private network."""
     enable_expert_parallel: bool = False
     """Spread the experts of a MoE model over the data-parallel ranks, which then step together."""
     dp_vote: DPVote = "step"
@@ -128,12 +142,13 @@ class EngineConfig:
         check_types(self)
         for name in (
             *("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"),
-            *("data_parallel_size", "dp_sync_interval"),
+            *("data_parallel_size", "data_parallel_size_local", "dp_sync_interval"),
         ):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.elastic and self.data_parallel_size == 1:
             raise InvalidInput("elastic needs data_parallel_size over 1")
+        self._check_nodes()
         for name in ("num_blocks", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -151,6 +166,49 @@ class EngineConfig:
         for name in ("update_lease_s", "dp_timeout_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise InvalidInput(f"{name} must be positive, and at most a million seconds, got {getattr(self, name)}")
+
+    def _check_nodes(self) -> None:
+        first, count, size = self.data_parallel_rank, self.data_parallel_size_local, self.data_parallel_size
+        if first is None:
+            if count != 1:
+                raise InvalidInput("data_parallel_size_local needs data_parallel_rank")
+        elif self.data_parallel_address is None:
+            raise InvalidInput("data_parallel_rank needs data_parallel_address: where rank 0 listens")
+        elif not 0 <= first <= first + count <= size:
+            raise InvalidInput(
+                f"ranks {first} to {first + count - 1} are not of data_parallel_size {size}: lower data_parallel_rank "
+                "or data_parallel_size_local"
+            )
+        if self.data_parallel_address is not None:
+            host, _, port = self.data_parallel_address.rpartition(":")
+            if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise InvalidInput(f"data_parallel_address is host:port, got {self.data_parallel_address!r}")
+
+    @property
+    def owns_engine(self) -> bool:
+        """Its processes are asked here, not at another node."""
+        return self.data_parallel_address is None or self.data_parallel_rank == 0
+
+    @property
+    def local_ranks(self) -> range:
+        """Those that are launched here."""
+        if self.data_parallel_address is None:
+            return range(self.data_parallel_size)
+        first = self.data_parallel_rank
+        return range(0) if first is None else range(first, first + self.data_parallel_size_local)
+
+    @property
+    def node_host(self) -> str:
+        """Of data_parallel_address."""
+        return (self.data_parallel_address or "127.0.0.1:0").rpartition(":")[0].strip("[]")
+
+    @property
+    def node_port(self) -> int:
+        return int((self.data_parallel_address or "127.0.0.1:0").rpartition(":")[2])
+
+    def shared_options(self) -> dict[str, Any]:
+        """What must be the same on every node of an engine. (That the weights are is seen when they are loaded.)"""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_A_NODE}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

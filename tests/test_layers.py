@@ -53,9 +53,9 @@ NO_TORCH = (
 FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("ops",),
     "torch.distributed": ("parallel", "weights"),
-    "socket": ("engine.process", "serving.async_llm", "serving.server", "weights.nccl"),
-    "zmq": ("engine.process", "serving.ranks"),
-    "msgspec": ("engine.process", "serving.async_llm", "serving.answers"),
+    "socket": ("engine.process", "serving.link", "serving.server", "weights.nccl"),
+    "zmq": ("engine.process", "serving.rank"),
+    "msgspec": ("engine.process", "serving.link", "serving.answers"),
     "fastapi": ("serving",),
     "starlette": ("serving",),
     "pydantic": ("serving",),

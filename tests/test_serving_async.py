@@ -454,6 +454,33 @@ def test_the_core_ends_when_its_parent_is_killed(model: pathlib.Path) -> None:
         parent.wait(5)
 
 
+DROPPED = """
+import asyncio, gc, os, sys
+from midstream.serving.async_llm import AsyncLLM
+
+async def main():
+    llm = AsyncLLM(sys.argv[1], num_blocks=64, num_threads=1, data_parallel_size=int(sys.argv[2]))
+    await llm.start()
+    return [os.pidfd_open(rank.process.pid) for rank in llm._ranks._ranks]
+
+pidfds = asyncio.run(main())
+gc.collect()
+import select
+assert all(select.select([pidfd], [], [], 5)[0] for pidfd in pidfds), "a core outlived its engine"
+print("collected")
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_that_nobody_closes_ends_when_it_is_collected(model: pathlib.Path, size: int) -> None:
+    """zmq's context waited in the garbage collector, for ever, for sockets that were collected with it."""
+    root = pathlib.Path(__file__).parent.parent
+    command = [sys.executable, "-c", DROPPED, str(model), str(size)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=root, env=environment, timeout=60)
+    assert done.stdout == "collected\n"
+
+
 def test_two_engines_in_one_process(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     other = write_checkpoint(tmp_path / "w1", "llama", 1, **TINY)
 

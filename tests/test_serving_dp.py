@@ -158,7 +158,7 @@ def test_replicas_give_one_ranks_tokens_and_take_calls_as_one(dense: list[pathli
             for i in range(2):  # a session stays where it is, whatever the load
                 streams = [began(llm, [5], f"s{i}{k}", "s") for k in range(3)]
                 await tokens_of(llm, f"s{i}2", 1)
-                assert len({llm._streams[f"s{i}{k}"].rank for k in range(3)}) == 1
+                assert len({llm._engine._requests[f"s{i}{k}"].rank for k in range(3)}) == 1
                 await llm.abort_requests()
                 await asyncio.gather(*streams)
 
@@ -390,9 +390,12 @@ def test_a_lost_rank_ends_the_engine_for_every_client(
         bound_s = BOUND_S if number == signal.SIGKILL else limit_s + BOUND_S
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), bound_s)
         finished = [r for r in results if isinstance(r, RequestOutput)]
-        assert len(finished) <= 2 and results[-1] is not True
+        assert len(finished) <= 2
         errors = [r for r in results if isinstance(r, BaseException)]
-        assert errors and all(isinstance(r, EngineDead) and "lost" in str(r) for r in errors), (state, results)
+        # a question may be answered before the loss is known
+        assert results[-1] in errors or results[-1] is (state in ("vote", "paused", "pausing")), (state, results)
+        assert errors or state == "idle"
+        assert all(isinstance(r, EngineDead) and "lost" in str(r) for r in errors), (state, results)
         await asyncio.wait_for(llm.ended.wait(), bound_s)
         # the others do not stay behind, before anybody closes anything
         await asyncio.wait_for(asyncio.gather(*(rank.ended.wait() for rank in ranks)), BOUND_S)
@@ -539,7 +542,7 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(dense: list[pathlib.P
             stays, goes = began(llm, [5, 6], "stays", "a"), began(llm, [5, 6], "goes", "b")
             await tokens_of(llm, "stays", 2)
             await tokens_of(llm, "goes", 2)
-            gone = llm._streams["goes"].rank
+            gone = llm._engine._requests["goes"].rank
             start = time.monotonic()
             os.kill(pids(llm)[gone], signal.SIGKILL)
             with pytest.raises(EngineDead, match=f"rank {gone} was lost"):
@@ -555,7 +558,7 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(dense: list[pathlib.P
             print(f"a replica is back after {time.monotonic() - start:.1f} s")
             both = [began(llm, [5, 6], f"n{i}", f"new{i}") for i in range(2)]
             await tokens_of(llm, "n1", 1)
-            assert {llm._streams[f"n{i}"].rank for i in range(2)} == {0, 1}
+            assert {llm._engine._requests[f"n{i}"].rank for i in range(2)} == {0, 1}
             assert [look(o) for o in await asyncio.gather(*both)] == [look(straight)] * 2
             assert (await llm.pause_generation("abort"))["paused"], "it takes part in what the group agrees"
         assert not list(sockets.iterdir())
@@ -581,7 +584,7 @@ def test_case_119_a_replica_started_again_serves_only_the_groups_weights(
             assert "update-" in status["ranks"][1]["why"] and status["number"] == 3
             held = began(llm, [5, 6], "held", "x", SHORT)
             await until(lambda s: s["held"] == 1, llm)
-            assert llm._streams["held"].rank == 0, "nothing is routed to it"
+            assert llm._engine._requests["held"].rank == 0, "nothing is routed to it"
             await llm.abort_weight_update()
             status = await until(serves, llm)
             own = ("state", "number", "version")

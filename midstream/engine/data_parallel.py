@@ -22,6 +22,8 @@ class Place:
     size: int
     meeting: str
     """Address at which the ranks meet: see :class:`midstream.parallel.groups.Group`."""
+    host: str = "127.0.0.1"
+    """Under which the others reach this one."""
 
 
 class Lockstep:
@@ -33,8 +35,8 @@ class Lockstep:
     def __init__(self, place: Place, timeout_s: float, wake: Callable[[int], None]) -> None:
         self.size = place.size
         self.wake = wake
-        self.votes = Group("votes", place.meeting, place.rank, place.size, timeout_s)
-        self.experts = Group("experts", place.meeting, place.rank, place.size, timeout_s)
+        self.votes = Group("votes", place.meeting, place.rank, place.size, timeout_s, host=place.host)
+        self.experts = Group("experts", place.meeting, place.rank, place.size, timeout_s, host=place.host)
 
     def exchange(self, vote: StepVote) -> list[StepVote]:
         """Everyone's vote, by rank. Raises ``RankLost`` where one is gone or silent for the time limit."""

@@ -39,6 +39,8 @@ class Start(msgspec.Struct, tag=True):
     meeting: str | None = None
     number: int = 0
     """Commit number to go on from, of an engine that is started again."""
+    host: str = "127.0.0.1"
+    """Under which the other ranks of a lockstep group reach this one."""
 
 
 class Add(msgspec.Struct, tag=True):
@@ -139,12 +141,19 @@ from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 class EngineProcess:
     """The parent's half: starts the child, owns the socket's address and the child's life."""
 
-    def __init__(self, config: EngineConfig, rank: int = 0, meeting: str | None = None, number: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        meeting: str | None = None,
+        number: int = 0,
+        host: str = "127.0.0.1",
+    ) -> None:
         # A directory of mode 0700: only this user can reach the socket.
         self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
         self.address = f"ipc://{self._directory.name}/core"
         path = [p for p in sys.path if p] + [os.getcwd()]
-        self.start_message = encode(Start(config, path, rank, meeting, number))
+        self.start_message = encode(Start(config, path, rank, meeting, number, host))
         self._child: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -234,7 +243,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     faulthandler.register(signal.SIGUSR1)  # the parent asks where a rank is that has fallen silent
     group = None
     if start.meeting is not None:
-        place = Place(start.rank, start.config.data_parallel_size, start.meeting)
+        place = Place(start.rank, start.config.data_parallel_size, start.meeting, start.host)
         group = Lockstep(place, start.config.dp_timeout_s, lambda wave: socket.send(encode(Wake(wave))))
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     core = EngineCore(start.config, lambda: os.eventfd_write(wake, 1), group, start.rank, start.number)

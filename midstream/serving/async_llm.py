@@ -1,7 +1,8 @@
 """AsyncLLM: the engine core in its own process, driven from asyncio. Streams, pause, and the weight verbs.
 
 With data_parallel_size over 1 there are several such processes. A request goes to one of them; what is asked of the
-engine goes through the coordinator to all, and comes back as one answer.
+engine goes through the coordinator to all, and comes back as one answer. With data_parallel_address the engine may be
+another node's, and this one of its front ends.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import contextlib
 import dataclasses
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from midstream.config import EngineConfig
-from midstream.engine.process import Abort, Add, Outputs, encode
+from midstream.engine.process import Add
 from midstream.errors import EngineDead, InvalidInput, MidstreamError, TimedOut, from_wire
 from midstream.models.hub import located
+from midstream.serving.head import Front
+from midstream.serving.node import Node
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
 from midstream.serving.ranks import START_TIMEOUT_S, Ranks
 from midstream.serving.text import Text
-from midstream.types import KVPolicy, PauseMode, RequestOutput, SamplingParams
+from midstream.types import KVPolicy, PauseMode, RequestIncrement, RequestOutput, SamplingParams
 
 _VERB_TIMEOUT_S = 120.0
 _TRANSFER_TIMEOUT_S = 1800.0
@@ -31,13 +34,12 @@ _PAUSE_TIMEOUT_S = 15.0
 
 
 class _Stream:
-    """One request's place in the front end: its output so far, where it runs, and who hears of news."""
+    """One request's place in the front end: its output so far, and who hears of news."""
 
-    __slots__ = ("builder", "error", "news", "on_news", "rank")
+    __slots__ = ("builder", "error", "news", "on_news")
 
-    def __init__(self, builder: OutputBuilder, rank: int) -> None:
+    def __init__(self, builder: OutputBuilder) -> None:
         self.builder = builder
-        self.rank = rank
         self.news = asyncio.Event()
         self.on_news: Callable[[RequestOutput], None] | None = None
         """Told instead of ``news`` of every change but the last."""
@@ -69,7 +71,8 @@ class AsyncLLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = located(EngineConfig.from_options({"model": model, **options}))
         self.text = Text(self.config.tokenizer or self.config.model)
-        self._ranks: Ranks | None = None
+        self._ranks: Ranks | Node | None = None
+        self._front = Front(self._take, self._answered, self._fail_all)
         self._streams: dict[str, _Stream] = {}
         self._leaving: dict[str, _Stream] = {}
         """Streams whose reader has left, until the core has said the last word on them."""
@@ -87,7 +90,7 @@ class AsyncLLM:
         """Start the core and wait until it serves; its first status. Raises what kept it from starting."""
         self._check_alive()
         if self._started is None:
-            self._ranks = Ranks(self.config, self._take, self._answered, self._lost, self._fail_all)
+            self._ranks = (Ranks if self.config.owns_engine else Node)(self.config, self._front)
             self._started = asyncio.get_running_loop().create_task(self._ranks.start())
         try:
             return await asyncio.wait_for(asyncio.shield(self._started), timeout_s)
@@ -188,22 +191,21 @@ class AsyncLLM:
         if request_id in self._streams:
             raise InvalidInput(f"request id {request_id!r} is in use; choose another")
         self.check_alive()
-        builder = OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None)
-        router = self._engine.router
-        stream = _Stream(builder, router.pick(session))
-        self._send(stream.rank, Add(request_id, ids, core_params(params), cache_salt, priority))
+        stream = _Stream(OutputBuilder(request_id, text, ids, params, self.text if self.text.exists else None))
+        with _sending():
+            self._engine.add(self._front, Add(request_id, ids, core_params(params), cache_salt, priority), session)
         self._streams[request_id] = stream
-        router.begin(stream.rank, params.n)
         try:
             yield stream
         finally:
             self._streams.pop(request_id, None)
-            router.end(stream.rank, params.n)
-            if not stream.builder.is_over and stream.error is None and self._dead is None:
+            if stream.builder.is_over or stream.error is not None or self._dead is not None:
+                self._engine.forget(self._front, request_id)
+            else:
                 stream.news.clear()
                 self._leaving[request_id] = stream
                 if not stream.builder.output.finished:  # else a stop text ended it, and it is aborted already
-                    self._engine.post(stream.rank, encode(Abort([request_id])))
+                    self._engine.abort(request_id)
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
@@ -232,7 +234,7 @@ class AsyncLLM:
         _check_text(request_id=request_id)
         self._check_alive()
         if self._ranks is not None:
-            self._ranks.post_all(encode(Abort([request_id])))
+            self._ranks.abort(request_id)
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
@@ -325,12 +327,8 @@ class AsyncLLM:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[op] = future
         try:
-            try:
-                self._engine.call(op, verb, arguments)
-            except (TypeError, ValueError, OverflowError) as error:
-                if isinstance(error, MidstreamError):
-                    raise
-                raise InvalidInput(f"a value can not be sent to the engine: {error}") from error
+            with _sending():
+                self._engine.call(self._front, op, verb, arguments)
             return await asyncio.wait_for(future, limit_s)
         except TimeoutError as error:
             if isinstance(error, MidstreamError):
@@ -349,55 +347,43 @@ class AsyncLLM:
             future.set_result(result)
 
     @property
-    def _engine(self) -> Ranks:
+    def _engine(self) -> Ranks | Node:
         """Once it was started."""
         assert self._ranks is not None
         return self._ranks
-
-    def _send(self, rank: int, message: Add) -> None:
-        """Raises InvalidInput for what can not be sent."""
-        try:
-            frame = encode(message)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidInput(f"a value can not be sent to the engine: {error}") from error
-        self._engine.post(rank, frame)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    def _take(self, rank: int, message: Outputs) -> None:
-        """What a rank says of its requests."""
-        for increment in message.increments:
-            stream = self._streams.get(increment.parent_id)
+    def _take(self, increments: list[RequestIncrement], refused: list[tuple[str, dict[str, Any]]]) -> None:
+        """What is new of our requests, and which of them are over with an error."""
+        for increment in increments:
+            name = increment.parent_id
+            stream = self._streams.get(name)
             if stream is not None:
                 try:
                     if (stopped := stream.builder.add(increment)) is not None:
-                        self._engine.post(rank, encode(Abort([stopped])))
+                        self._engine.abort(name, stopped)
                 except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
                     stream.error = MidstreamError(f"the output can not be shown: {fault}")
-                    self._engine.post(rank, encode(Abort([increment.parent_id])))
+                    self._engine.abort(name)
                 stream.tell()
-            elif (left := self._leaving.get(increment.parent_id)) is not None:
+            elif (left := self._leaving.get(name)) is not None:
                 left.builder.add(increment)
                 if left.builder.is_over:
-                    self._leaving.pop(increment.parent_id).news.set()
-        for request_id, error in message.refused:
-            if request_id in self._streams:
-                self._streams[request_id].error = from_wire(error)
-                self._streams[request_id].tell()
-            elif request_id in self._leaving:
-                self._leaving.pop(request_id).news.set()
+                    self._forget(name)
+        for name, error in refused:
+            if (stream := self._streams.get(name)) is not None and not stream.builder.is_over:
+                stream.error = from_wire(error)
+                stream.tell()
+            elif name in self._leaving:
+                self._forget(name)
 
-    def _lost(self, rank: int | None, error: MidstreamError) -> None:
-        """The requests of a rank (None: of all) are over. Open calls have their answers."""
-        for stream in self._streams.values():
-            if rank in (None, stream.rank) and not stream.builder.is_over:
-                stream.error = error
-                stream.news.set()
-        for request_id, left in list(self._leaving.items()):
-            if rank in (None, left.rank):
-                self._leaving.pop(request_id).news.set()
+    def _forget(self, request_id: str) -> None:
+        """The last word on a request whose reader has left."""
+        self._leaving.pop(request_id).news.set()
+        self._engine.forget(self._front, request_id)
 
     def _fail_all(self, error: MidstreamError) -> None:
         self._dead = self._dead or error
@@ -410,6 +396,17 @@ class AsyncLLM:
             if not future.done():
                 future.set_exception(self._dead)
                 future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
+
+
+@contextlib.contextmanager
+def _sending() -> Iterator[None]:
+    """Raises InvalidInput for what can not be sent."""
+    try:
+        yield
+    except MidstreamError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"a value can not be sent to the engine: {error}") from error
 
 
 def _check_text(**values: Any) -> None:

@@ -26,6 +26,9 @@ examples:
   midstream serve DIR                                    http://127.0.0.1:8000, control beside generation
   midstream serve org/name --revision main               a model of the Hub: from the cache, or downloaded
   midstream serve DIR --dtype float32 --weight-transfer-config '{"backend": "nccl"}'
+  midstream serve DIR --data-parallel-size 2 --enable-expert-parallel          the experts of a MoE over two processes
+  midstream serve DIR --data-parallel-size 2 --data-parallel-rank 0 --data-parallel-address 10.0.0.5:5555
+  midstream serve DIR --data-parallel-size 2 --data-parallel-rank 1 --data-parallel-address 10.0.0.5:5555  (elsewhere)
   midstream serve DIR --host 0.0.0.0 --api-key K --control-token T             every route behind a Bearer token
   midstream serve DIR --host 0.0.0.0 --control-host 10.0.0.5 --control-port 8001     control on a private address
   curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 8}'
@@ -48,6 +51,9 @@ _ENGINE_FLAGS = {
     "enable_prefix_caching": "--enable-prefix-caching",
     "num_threads": "--num-threads",
     "data_parallel_size": "--data-parallel-size",
+    "data_parallel_rank": "--data-parallel-rank",
+    "data_parallel_size_local": "--data-parallel-size-local",
+    "data_parallel_address": "--data-parallel-address",
     "enable_expert_parallel": "--enable-expert-parallel",
     "dp_vote": "--dp-vote",
     "dp_sync_interval": "--dp-sync-interval",
@@ -151,6 +157,15 @@ def control_routes(settings: ServerSettings, url: str | None) -> str:
     return (settings.control_off or guard).removeprefix("control routes are ")
 
 
+def _part(config: EngineConfig) -> str:
+    """What this command is of an engine over several nodes."""
+    own = ", ".join(map(str, config.local_ranks)) or "none"
+    if not config.owns_engine:
+        return f"launches ranks: {own}; the engine is at {config.data_parallel_address}"
+    others = ", ".join(str(r) for r in range(config.data_parallel_size) if r not in config.local_ranks) or "none"
+    return f"launches ranks: {own}; at {config.data_parallel_address} others are waited for: {others}"
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Exit code 0; an engine that dies is an error."""
     options, settings = engine_options(arguments), server_settings(arguments)
@@ -163,6 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = llm.config.model_name
     model = f"{name} at {llm.config.revision}, in {llm.config.model}" if name else llm.config.model
     server = HTTPServer(llm, settings)
+    if llm.config.data_parallel_address is not None:
+        print(f"midstream: {_part(llm.config)}", flush=True)
 
     def ready(status: dict[str, Any]) -> None:
         generation = "behind --api-key" if settings.api_key else "open"

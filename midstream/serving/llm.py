@@ -40,7 +40,8 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = located(EngineConfig.from_options({"model": model, **options}))
         self.text = Text(self.config.tokenizer or self.config.model)
-        self._ranks = _Ranks(self.config) if self.config.data_parallel_size > 1 else None
+        is_spread = self.config.data_parallel_size > 1 or self.config.data_parallel_address is not None
+        self._ranks = _Ranks(self.config) if is_spread else None
         if self._ranks is not None:
             return
         if self.config.num_threads:

@@ -20,21 +20,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+import traceback
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from midstream.config import EngineConfig
 from midstream.engine import coordinator as group
 from midstream.engine.merge import merge_status
 from midstream.engine.process import (
+    Abort,
+    Add,
     Agreed,
     Answer,
     Call,
@@ -50,13 +49,15 @@ from midstream.engine.process import (
     encode,
     from_core_decoder,
 )
-from midstream.errors import EngineDead, MidstreamError, NotReady, RankLost, from_wire, to_wire
+from midstream.errors import EngineDead, InvalidInput, MidstreamError, NotReady, RankLost, from_wire, to_wire
+from midstream.serving.head import Front, Head, Result
+from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
 from midstream.serving.router import Router
+from midstream.types import RequestIncrement
 
 START_TIMEOUT_S = 600.0
 _ASK_TIMEOUT_S = 1800.0
 """For what a rank that was started again is told: the longest of it is reading weights."""
-_CLOSE_S = 5.0
 _LEAVE_S = 2.0
 """For a rank that was told that its group is over."""
 _TRIES = 3
@@ -64,78 +65,35 @@ _TRIES = 3
 _SELF = "front"
 """Our own name to the coordinator."""
 
-Result = dict[str, Any] | MidstreamError
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a request: who asked for it, and where it runs."""
 
-
-class Rank:
-    """One engine process and the socket to it. One that is started again is another object."""
-
-    def __init__(self, index: int, process: EngineProcess, context: zmq.asyncio.Context) -> None:
-        loop = asyncio.get_running_loop()
-        self.index = index
-        self.process = process
-        self.socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
-        self.socket.set_hwm(0)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(process.address)
-        process.launch()
-        self.pidfd = os.pidfd_open(process.pid)
-        self.reader: asyncio.Task[None] | None = None
-        self.ready: asyncio.Future[dict[str, Any]] = loop.create_future()
-        """Its first status, once it serves."""
-        self.ended = asyncio.Event()
-        """Its process is gone."""
-        self.is_over = False
-        """Lost, or told to end: nothing that it says counts."""
-        self.error: MidstreamError | None = None
-        """Why, once it is lost."""
-        self.num_silent = 0
-        """How many times it has been asked since it last said something."""
-        self.asks: dict[Any, asyncio.Future[dict[str, Any]]] = {}
-        """What it was asked beside the log of the group."""
-
-    def post(self, frame: bytes) -> None:
-        """Without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
-        if self.socket.closed:
-            return
-        future = self.socket.send(frame)
-        if future is not None:
-            asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    def fail(self, error: MidstreamError) -> None:
-        """Nothing that it was asked will be answered."""
-        self.error = self.error or error
-        for future in (self.ready, *self.asks.values()):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
+    front: Front
+    rank: int
+    num_samples: int
 
 
 class Ranks:
     """All processes of one engine, and the coordinator between them if they are several.
 
-    ``on_outputs`` (rank, what it says of requests); ``on_answer`` (op, result) once for each :meth:`call`;
-    ``on_lost`` (rank or None for all, error): requests there are over, and for None open calls too; ``on_over``
-    (error): so is the engine.
+    ``front``: of this process. Others, at the other end of a link, are ``guests``.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_outputs: Callable[[int, Outputs], None],
-        on_answer: Callable[[int, Result], None],
-        on_lost: Callable[[int | None, MidstreamError], None],
-        on_over: Callable[[MidstreamError], None],
-    ) -> None:
+    def __init__(self, config: EngineConfig, front: Front) -> None:
         self.config = config
         self.router = Router(config.data_parallel_size)
         """Only to ranks that serve."""
-        self._on_outputs, self._on_answer, self._on_lost, self._on_over = on_outputs, on_answer, on_lost, on_over
+        self.guests: set[Front] = set()
+        self._front = front
+        self._head = None if config.data_parallel_address is None else Head(self)
         self._ranks: list[Rank] = []
         self._coordinator: group.Coordinator | None = None
         """Of several ranks."""
-        self._context = zmq.asyncio.Context()
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+        self._context = Context()
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._meeting: Any = None
+        """Where ranks of several nodes meet."""
         self._clock: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._replacing: dict[int, asyncio.Task[None]] = {}
@@ -146,7 +104,10 @@ class Ranks:
         """Of ranks that take no requests: the state, and the reason."""
         self._pending: str | None = None
         """Why no rank takes requests though they run."""
-        self._calls: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._requests: dict[str, _Place] = {}
+        self._calls: dict[int, tuple[Front, int, str, dict[str, Any]]] = {}
+        """By a number of our own: who asked it, under which number, and what."""
+        self._ops = itertools.count(1)
         self._asks = itertools.count(1)
         self._moved = asyncio.Event()
         """A call was answered."""
@@ -166,24 +127,25 @@ class Ranks:
 
     async def start(self) -> dict[str, Any]:
         """Returns the first status of all. Raises what kept one from starting; then :meth:`close`."""
+        if self._head is not None:
+            await self._head.open()
         self._status = await self._start_all(0)
         self._is_serving = True
         self._version = {key: self._status[key] for key in ("number", "version", "weights_id")}
         if len(self._ranks) > 1:
             self._begin(self._watch())
+        if self._head is not None:
+            self._head.welcome(self._status)
         return self._status
 
     async def _start_all(self, number: int) -> dict[str, Any]:
         config, size = self.config, self.config.data_parallel_size
         if size > 1:
             self._coordinator = group.Coordinator(size, config.enable_expert_parallel, config.update_lease_s)
-        meeting = None
-        if config.enable_expert_parallel and size > 1:
-            self._meeting = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
-            meeting = f"file://{self._meeting.name}/meeting"
+        meeting = self._meet() if config.enable_expert_parallel and size > 1 else None
         self._ranks = []
         for rank in range(size):
-            self._ranks.append(self._launch(rank, EngineProcess(config, rank, meeting, number)))
+            self._ranks.append(self._launch(rank, meeting, number))
         statuses = await asyncio.gather(*(rank.ready for rank in self._ranks))
         for one in self._ranks:
             if one.error is not None:  # it was ready, and lost before the others were
@@ -192,12 +154,22 @@ class Ranks:
             raise MidstreamError("the ranks loaded different weights: is the checkpoint being written?")
         return merge_status(dict(enumerate(statuses))) if self._coordinator else statuses[0]
 
-    def _launch(self, index: int, process: EngineProcess) -> Rank:
-        rank, loop = Rank(index, process, self._context), asyncio.get_running_loop()
-        loop.add_reader(rank.pidfd, self._process_ended, rank)
-        rank.reader = loop.create_task(self._read(rank))
-        rank.post(process.start_message)
-        return rank
+    def _meet(self) -> str:
+        """Address at which the ranks of a lockstep group meet."""
+        if len(self.config.local_ranks) < self.config.data_parallel_size:
+            from midstream.parallel.groups import Meeting
+
+            self._meeting = Meeting(self.config.node_host, timeout_s=START_TIMEOUT_S)
+            return str(self._meeting.address)
+        self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
+        return f"file://{self._directory.name}/meeting"
+
+    def _launch(self, index: int, meeting: str | None = None, number: int = 0) -> Rank:
+        if index not in self.config.local_ranks:
+            assert self._head is not None
+            return self._head.launch(index, meeting, number)
+        process = EngineProcess(self.config, index, meeting, number, self.config.node_host)
+        return LocalRank(index, self, process, self._context)
 
     async def close(self) -> None:
         """End every process. Bounded; may be called twice."""
@@ -217,35 +189,18 @@ class Ranks:
             for rank in self._ranks:
                 rank.post(encode(Shutdown()))
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._end_all(_CLOSE_S)
+        await self._end_all(CLOSE_S)
         if self._clock is not None:
             self._clock.cancel()
         self._context.destroy(linger=0)
+        if self._head is not None:
+            await self._head.close(error)
 
     async def _end_all(self, grace_s: float) -> None:
-        await asyncio.gather(*(self._end(rank, grace_s) for rank in self._ranks))
-        if self._meeting is not None:
-            self._meeting.cleanup()
-
-    async def _end(self, rank: Rank, grace_s: float) -> None:
-        """Its process is gone within ``grace_s``, or is killed; nothing is left of it."""
-        rank.is_over = True
-        rank.fail(EngineDead(f"rank {rank.index} was ended"))
-        try:
-            await asyncio.wait_for(rank.ended.wait(), grace_s)
-        except TimeoutError:
-            rank.process.kill()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(rank.ended.wait(), _CLOSE_S)
-        if rank.reader is None:
-            return
-        reader, rank.reader = rank.reader, None
-        asyncio.get_running_loop().remove_reader(rank.pidfd)
-        os.close(rank.pidfd)
-        reader.cancel()
-        rank.socket.close()
-        rank.process.clear()
-        await asyncio.gather(reader, return_exceptions=True)
+        await asyncio.gather(*(rank.end(grace_s) for rank in self._ranks))
+        self._meeting = None
+        if self._directory is not None:
+            self._directory.cleanup()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         def done(task: asyncio.Task[None]) -> None:
@@ -271,27 +226,73 @@ class Ranks:
         if not self._is_serving and self._why:
             raise NotReady(f"the engine is started again: {next(iter(self._why.values()))[1]}; try again later")
 
-    def call(self, op: int, verb: str, arguments: dict[str, Any]) -> None:
-        """``on_answer`` gets the result. Raises NotReady, InvalidInput; what can not be encoded raises, and nothing was
-        sent."""
+    def call(self, front: Front, op: int, verb: str, arguments: dict[str, Any]) -> None:
+        """``front.answered`` gets the result. Raises NotReady, InvalidInput; what can not be encoded raises, and
+        nothing was sent."""
         if not self._is_serving and verb == "status" and self._why:
-            return self._on_answer(op, dict(self._status))
+            return front.answered(op, dict(self._status))
         self.check_started()
-        frame = encode(Call(op, verb, arguments))  # a coordinator that has it in its log must be able to send it
+        number = next(self._ops)
+        frame = encode(Call(number, verb, arguments))  # a coordinator that has it in its log must be able to send it
         if self._coordinator is None:
-            self._calls[op] = verb, arguments
+            self._calls[number] = front, op, verb, arguments
             self._ranks[0].post(frame)
         else:
-            sends = self._coordinator.call(_SELF, op, verb, arguments, time.monotonic())
-            self._calls[op] = verb, arguments
+            sends = self._coordinator.call(_SELF, number, verb, arguments, time.monotonic())
+            self._calls[number] = front, op, verb, arguments
             self._pass_on(sends)
 
-    def post(self, rank: int, frame: bytes) -> None:
+    def add(self, front: Front, message: Add, session: str | None) -> None:
+        """A request, to the rank that the router picks; ``front.take`` gets what comes of it, until it is forgotten.
+        Raises NotReady, InvalidInput; what can not be encoded raises, and nothing was sent."""
+        self.check_serving()
+        name = message.request_id
+        if name in self._requests:
+            raise InvalidInput(f"request id {name!r} is in use; choose another")
+        frame = encode(message)
+        rank = self.router.pick(session)
+        self._requests[name] = _Place(front, rank, message.params.n)
+        self.router.begin(rank, message.params.n)
         self._ranks[rank].post(frame)
 
-    def post_all(self, frame: bytes) -> None:
-        for rank in self._ranks:
-            rank.post(frame)
+    def abort(self, request_id: str, sample: str | None = None) -> None:
+        """End a request, or one ``sample`` of it; nothing if it is not known."""
+        if (place := self._requests.get(request_id)) is not None:
+            self._ranks[place.rank].post(encode(Abort([sample or request_id])))
+
+    def forget(self, front: Front, request_id: str) -> None:
+        """It is over, for its front end too."""
+        place = self._requests.get(request_id)
+        if place is not None and place.front is front:  # else it was refused, because it is another one's
+            del self._requests[request_id]
+            self.router.end(place.rank, place.num_samples)
+
+    def leave(self, guest: Front) -> None:
+        """It is gone: its requests end. What it has called goes on; a pause that it holds, for as long as its lease."""
+        self.guests.discard(guest)
+        for name, place in list(self._requests.items()):
+            if place.front is guest:
+                self.abort(name)
+                self.forget(guest, name)
+
+    def _tell(self, increments: list[RequestIncrement], refused: list[tuple[str, dict[str, Any]]]) -> None:
+        """Each front end of its own requests."""
+        if not self.guests:
+            return self._front.take(increments, refused)
+        parts: dict[Front, Any] = {}
+        for increment in increments:
+            if (place := self._requests.get(increment.parent_id)) is not None:
+                parts.setdefault(place.front, ([], []))[0].append(increment)
+        for name, error in refused:
+            if (place := self._requests.get(name)) is not None:
+                parts.setdefault(place.front, ([], []))[1].append((name, error))
+        for front, part in parts.items():
+            front.take(*part)
+
+    def _end_requests(self, rank: int | None, error: MidstreamError) -> None:
+        """Those of a rank (None: of all) are over."""
+        wire = to_wire(error)
+        self._tell([], [(name, wire) for name, place in self._requests.items() if rank in (None, place.rank)])
 
     def _pass_on(self, sends: list[group.Send]) -> None:
         """What the coordinator says, to the ranks and to ourselves."""
@@ -322,13 +323,13 @@ class Ranks:
         self._pass_on(sends)
 
     def _answered(self, op: int, result: Result) -> None:
-        verb, arguments = self._calls.pop(op, ("", {}))
+        front, number, verb, arguments = self._calls.pop(op, (self._front, 0, "", {}))
         if isinstance(result, dict):
             self._remember(verb, arguments, result)
             if verb == "status":
                 result = self._described(result)
         self._moved.set()
-        self._on_answer(op, result)
+        front.answered(number, result)
 
     def _remember(self, verb: str, arguments: dict[str, Any], result: dict[str, Any]) -> None:
         """What holds for the engine after this call, for the case that it has to be started again."""
@@ -361,26 +362,23 @@ class Ranks:
 
     # -- what the ranks say ----------------------------------------------------------------------------------------
 
-    async def _read(self, rank: Rank) -> None:
-        try:
-            while True:
-                self._take(rank, from_core_decoder.decode(await rank.socket.recv()))
-        except Exception as error:  # nobody may wait for a reader that is gone
-            if rank.is_over:
-                return
-            self._over(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
-            raise
-
-    def _take(self, rank: Rank, message: FromCore) -> None:
+    def heard(self, rank: Rank, frame: bytes) -> None:
         if rank.is_over:
             return
+        try:
+            self._take(rank, from_core_decoder.decode(frame))
+        except Exception as error:  # nobody may wait for what was not understood
+            traceback.print_exc()
+            self._over(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
+
+    def _take(self, rank: Rank, message: FromCore) -> None:
         rank.num_silent = 0
         coordinator = self._coordinator
         match message:
             case Outputs():
                 if coordinator is not None:
                     self._note_numbers(message)
-                self._on_outputs(rank.index, message)
+                self._tell(message.increments, message.refused)
                 for answer in message.answers:
                     self._take_answer(rank, answer)
                 if coordinator is None:
@@ -469,22 +467,20 @@ class Ranks:
     async def _ask_where(self, silent: list[int]) -> None:
         """Each rank writes on its standard error what its threads are doing: also those in whom nothing is wrong."""
         for rank in self._ranks:
-            if rank.is_over or rank.process.exit_code is not None or not rank.ready.done():
+            if rank.is_over or rank.exit_code is not None or not rank.ready.done():
                 continue
             which = "silent" if rank.index in silent else "answers"
             print(f"midstream: rank {rank.index} ({which}) is here:", file=sys.stderr, flush=True)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, signal.SIGUSR1)
+            rank.say_where()
             await asyncio.sleep(0.05)  # one after another
 
-    def _process_ended(self, rank: Rank) -> None:
-        """A core's process is gone: take what it still managed to say, then it is lost."""
-        asyncio.get_running_loop().remove_reader(rank.pidfd)
-        rank.ended.set()
+    def gone(self, rank: Rank) -> None:
+        """Take what it still managed to say, then it is lost."""
 
         async def last_words() -> None:
             await asyncio.sleep(0.05)
-            self._lost(rank, EngineDead(f"its process ended (exit code {rank.process.exit_code})"))
+            how = "its node is gone" if rank.exit_code is None else f"its process ended (exit code {rank.exit_code})"
+            self._lost(rank, EngineDead(how))
 
         if not rank.is_over:
             self._begin(last_words())
@@ -494,8 +490,8 @@ class Ranks:
         if rank.is_over or self._is_closing:
             return
         if isinstance(error, RankLost):  # it lost another one
-            gone = max(self._ranks, key=lambda one: (one.process.exit_code is not None, one.num_silent))
-            is_known = gone is not rank and (gone.process.exit_code is not None or gone.num_silent > 0)
+            gone = max(self._ranks, key=lambda one: (one.exit_code is not None, one.num_silent))
+            is_known = gone is not rank and (gone.exit_code is not None or gone.num_silent > 0)
             which = f"rank {gone.index}" if is_known else "a rank"
             lost: MidstreamError = EngineDead(f"{which} was lost: {error.message}")
         elif isinstance(error, EngineDead):
@@ -519,23 +515,25 @@ class Ranks:
         elif coordinator.lockstep or coordinator.ranks == {rank.index}:
             self._is_serving = False
             self._pass_on(coordinator.rank_lost(rank.index, error.message))
-            self._on_lost(None, lost)
+            self._end_requests(None, lost)
             self._begin(self._start_all_again(lost.message))
         elif rank.index in coordinator.ranks:
             self.router.ranks.discard(rank.index)
             self._why[rank.index] = "starting", lost.message
             self._pass_on(coordinator.rank_lost(rank.index, error.message))
-            self._on_lost(rank.index, lost)
+            self._end_requests(rank.index, lost)
             self._replacing[rank.index] = self._begin(self._start_again(rank, lost.message))
 
     def _over(self, error: MidstreamError) -> None:
         """The engine is gone: whoever waits is told, and no process stays behind."""
-        self._on_over(error)
+        for front in (self._front, *self.guests):
+            front.over(error)
         if self._is_closing:
             return
         self._is_serving = False
         if self._coordinator is None or not self._coordinator.lockstep:  # else they have been told
-            self.post_all(encode(Shutdown()))
+            for rank in self._ranks:
+                rank.post(encode(Shutdown()))
         self._begin(self._end_all(_LEAVE_S))
 
     # -- starting again --------------------------------------------------------------------------------------------
@@ -585,18 +583,18 @@ class Ranks:
         """One replica anew, while the others serve."""
         index = rank.index
         for _ in range(_TRIES):
-            await self._end(rank, _LEAVE_S)
+            await rank.end(_LEAVE_S)
             if not self._is_wanted(index):
                 return
             try:
-                rank = self._ranks[index] = self._launch(index, EngineProcess(self.config, index))
+                rank = self._ranks[index] = self._launch(index)
                 await asyncio.wait_for(asyncio.shield(rank.ready), START_TIMEOUT_S)
                 await self._join(rank, reason)
             except (MidstreamError, OSError) as error:
                 self._why[index] = "starting", f"{reason}; the last try failed: {error}"
                 continue
             return
-        await self._end(rank, _LEAVE_S)
+        await rank.end(_LEAVE_S)
         self._why[index] = "lost", self._why[index][1]
 
     def _is_wanted(self, index: int) -> bool:

@@ -149,7 +149,7 @@ async def use(models: list[pathlib.Path], size: int, rounds: int, seed: int, **o
         group = Group(llm, models, seed)
         for _ in range(rounds):
             await group.round()
-        await group.resume()
+        await llm.pause_generation("keep")  # else the last wave may go on, up to its next vote
         status = await llm.status()
         assert (status["running"], status["waiting"]) == (0, 0)
         assert len({rank["num_steps"] for rank in status["ranks"]}) == 1

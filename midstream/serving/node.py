@@ -1,0 +1,198 @@
+"""A node beside the engine's owner: it launches ranks when told, passes their messages on, and has a front end.
+
+For the AsyncLLM of this node it is what :class:`midstream.serving.ranks.Ranks` is for the owner's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+from midstream.config import EngineConfig
+from midstream.engine.process import Add, EngineProcess, Shutdown, encode
+from midstream.errors import EngineDead, MidstreamError, NotReady, from_wire
+from midstream.serving.head import Front
+from midstream.serving.link import (
+    Answered,
+    Ask,
+    End,
+    Ended,
+    Forget,
+    FromRank,
+    Generate,
+    Hello,
+    Kill,
+    Launch,
+    Link,
+    News,
+    Over,
+    Refused,
+    SayWhere,
+    ToNode,
+    ToRank,
+    Welcome,
+    to_node_decoder,
+)
+from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
+
+_AGAIN_S = 0.5
+
+
+class Node:
+    """``front``: of this process."""
+
+    def __init__(self, config: EngineConfig, front: Front) -> None:
+        self.config = config
+        self._front = front
+        self._context = Context()
+        self._link: Link[ToNode] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._welcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._processes: dict[int, LocalRank] = {}
+        """By key."""
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> dict[str, Any]:
+        """Returns the engine's first status. Until there is somebody at the address, try again: nodes start in any
+        order, and it is the caller who has a time limit. Raises what the owner refuses."""
+        host, port = self.config.node_host, self.config.node_port
+        has_said = False
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, port)
+                break
+            if not has_said:
+                print(f"midstream: nobody is at {host}:{port} yet; waiting", file=sys.stderr, flush=True)
+            has_said = True
+            await asyncio.sleep(_AGAIN_S)
+        self._link = Link(reader, writer, to_node_decoder)
+        self._link.send(Hello(self.config.shared_options(), list(self.config.local_ranks)))
+        self._reader = asyncio.create_task(self._read(self._link))
+        return await self._welcome
+
+    async def close(self) -> None:
+        """End the processes of this node, and leave. Bounded; may be called twice."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for process in self._processes.values():
+            process.post(encode(Shutdown()))
+        await asyncio.gather(*(process.end(CLOSE_S) for process in self._processes.values()))
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._link is not None:
+            await self._link.close()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def _over(self, error: MidstreamError) -> None:
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
+            self._welcome.exception()  # seen: nobody may wait for it any more
+        self._front.over(error)
+
+    # -- what is asked of the engine -------------------------------------------------------------------------------
+
+    def check_serving(self) -> None:
+        """The owner says it, with each request."""
+        self.check_started()
+
+    def check_started(self) -> None:
+        if not self._welcome.done():
+            raise NotReady("the engine starts; try again later")
+
+    def call(self, front: Front, op: int, verb: str, arguments: dict[str, Any]) -> None:
+        self._send(Ask(op, verb, arguments))
+
+    def add(self, front: Front, message: Add, session: str | None) -> None:
+        self._send(Generate(message, session))
+
+    def abort(self, request_id: str, sample: str | None = None) -> None:
+        self._send(End(request_id, sample))
+
+    def forget(self, front: Front, request_id: str) -> None:
+        self._send(Forget(request_id))
+
+    def _send(self, message: Any) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    # -- what the owner says ---------------------------------------------------------------------------------------
+
+    async def _read(self, link: Link[ToNode]) -> None:
+        where = f"{self.config.node_host}:{self.config.node_port}"
+        try:
+            while (message := await link.receive()) is not None:
+                self._take(link, message)
+            self._over(EngineDead(f"the engine at {where} is gone"))
+        except Exception as error:  # nobody may wait for a reader that is gone
+            self._over(EngineDead(f"the link to the engine at {where} failed: {type(error).__name__}: {error}"))
+
+    def _take(self, link: Link[ToNode], message: ToNode) -> None:
+        match message:
+            case News(increments, refused):
+                self._front.take(increments, refused)
+            case Answered(op, value, error):
+                self._front.answered(op, (value or {}) if error is None else from_wire(error))
+            case ToRank(key, frame):
+                if key in self._processes:
+                    self._processes[key].post(frame)
+            case Launch(key, rank, meeting, number):
+                self._launch(link, key, rank, meeting, number)
+            case Kill(key):
+                if key in self._processes:
+                    self._processes[key].kill()
+            case SayWhere(key):
+                if key in self._processes:
+                    self._processes[key].say_where()
+            case Welcome(status):
+                if not self._welcome.done():
+                    self._welcome.set_result(status)
+            case Refused(error) | Over(error):
+                self._over(from_wire(error))
+
+    # -- the processes of this node --------------------------------------------------------------------------------
+
+    def _launch(self, link: Link[ToNode], key: int, rank: int, meeting: str | None, number: int) -> None:
+        if self._is_closing:
+            return
+        try:
+            process = EngineProcess(self.config, rank, meeting, number, link.host)
+            self._processes[key] = _Relayed(rank, self, process, self._context, key)
+        except (MidstreamError, OSError) as error:
+            print(f"midstream: rank {rank} could not be started: {error}", file=sys.stderr, flush=True)
+            link.send(Ended(key, 1))
+
+    def heard(self, rank: Rank, frame: bytes) -> None:
+        assert isinstance(rank, _Relayed)
+        self._send(FromRank(rank.key, frame))
+
+    def gone(self, rank: Rank) -> None:
+        assert isinstance(rank, _Relayed)
+
+        async def leave() -> None:
+            await asyncio.sleep(0.05)  # what it still managed to say
+            self._processes.pop(rank.key, None)
+            await rank.clear()
+            self._send(Ended(rank.key, rank.exit_code or 0))
+
+        if not self._is_closing:
+            task = asyncio.create_task(leave())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+
+class _Relayed(LocalRank):
+    """A process of this node, for the owner under ``key``."""
+
+    def __init__(
+        self, index: int, node: Node, process: EngineProcess, context: Context, key: int
+    ) -> None:
+        self.key = key
+        super().__init__(index, node, process, context)

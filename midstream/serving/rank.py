@@ -1,0 +1,152 @@
+"""One engine process as the engine's owner sees it: a child of this process, or one that another node has launched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+
+from midstream.engine.process import EngineProcess
+from midstream.errors import EngineDead, MidstreamError
+
+CLOSE_S = 5.0
+
+
+class Context(zmq.asyncio.Context):
+    """Of this process's sockets. One that is dropped unclosed is left alone: zmq's own would wait, inside the garbage
+    collector and for ever, for the sockets that are dropped with it."""
+
+    def __del__(self) -> None:
+        pass
+
+
+class Listener(Protocol):
+    """Who is told of ranks."""
+
+    def heard(self, rank: Rank, frame: bytes) -> None:
+        """A message of its core: see :mod:`midstream.engine.process`."""
+
+    def gone(self, rank: Rank) -> None:
+        """Its process has ended; what it said before that has been heard, or is on its way."""
+
+
+class Rank:
+    """One that is started again is another object. Subclasses say how its process is reached."""
+
+    def __init__(self, index: int, listener: Listener) -> None:
+        self.index = index
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        """Its first status, once it serves."""
+        self.ended = asyncio.Event()
+        """Its process is gone."""
+        self.is_over = False
+        """Lost, or told to end: nothing that it says counts."""
+        self.error: MidstreamError | None = None
+        """Why, once it is lost."""
+        self.num_silent = 0
+        """How many times it has been asked since it last said something."""
+        self.asks: dict[Any, asyncio.Future[dict[str, Any]]] = {}
+        """What it was asked beside the log of the group."""
+        self._listener = listener
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        raise NotImplementedError
+
+    def post(self, frame: bytes) -> None:
+        """Without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
+        raise NotImplementedError
+
+    def say_where(self) -> None:
+        """Have it write on its standard error what its threads are doing."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    async def clear(self) -> None:
+        """Leave nothing of it. May be called twice."""
+        raise NotImplementedError
+
+    def fail(self, error: MidstreamError) -> None:
+        """Nothing that it was asked will be answered."""
+        self.error = self.error or error
+        for future in (self.ready, *self.asks.values()):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen: whoever waits gets it, and if nobody does there is nothing to warn of
+
+    async def end(self, grace_s: float) -> None:
+        """Its process is gone within ``grace_s``, or is killed; nothing is left of it."""
+        self.is_over = True
+        self.fail(EngineDead(f"rank {self.index} was ended"))
+        try:
+            await asyncio.wait_for(self.ended.wait(), grace_s)
+        except TimeoutError:
+            self.kill()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), CLOSE_S)
+        await self.clear()
+
+
+class LocalRank(Rank):
+    """A child of this process, and the socket to it."""
+
+    def __init__(self, index: int, listener: Listener, process: EngineProcess, context: Context) -> None:
+        super().__init__(index, listener)
+        self.process = process
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(process.address)
+        process.launch()
+        loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(self._pidfd, self._process_ended)
+        self._reader: asyncio.Task[None] | None = loop.create_task(self._read())
+        self.post(process.start_message)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.exit_code
+
+    def post(self, frame: bytes) -> None:
+        if self._socket.closed:
+            return
+        future = self._socket.send(frame)
+        if future is not None:
+            asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def say_where(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.exit_code is None and self.ready.done():  # from then on its core has a handler
+                os.kill(self.process.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    async def clear(self) -> None:
+        if self._reader is None:
+            return
+        reader, self._reader = self._reader, None
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        reader.cancel()
+        self._socket.close()
+        self.process.clear()
+        await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while True:
+            self._listener.heard(self, await self._socket.recv())
+
+    def _process_ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.ended.set()
+        self._listener.gone(self)
