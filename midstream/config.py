@@ -61,13 +61,6 @@ def check_limits(timeout_s: Any, lease_s: Any) -> None:
         raise InvalidInput(f"lease_s must be a number > 0, got {lease_s}")
 
 
-_OF_A_NODE = frozenset(
-    ("model", "revision", "model_name", "tokenizer", "device", "num_threads", "kv_cache_bytes", "step_log")
-    + ("data_parallel_rank", "data_parallel_size_local", "data_parallel_address")
-)
-"""Options that may differ between the nodes of one engine."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything one engine needs to start. The command line is made from these fields and their docstrings."""
@@ -205,10 +198,6 @@ class EngineConfig:
     @property
     def node_port(self) -> int:
         return int((self.data_parallel_address or "127.0.0.1:0").rpartition(":")[2])
-
-    def shared_options(self) -> dict[str, Any]:
-        """What must be the same on every node of an engine. (That the weights are is seen when they are loaded.)"""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_A_NODE}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

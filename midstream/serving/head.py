@@ -32,6 +32,7 @@ from midstream.serving.link import (
     ToOwner,
     ToRank,
     Welcome,
+    shared_options,
     to_owner_decoder,
 )
 from midstream.serving.rank import Rank
@@ -120,6 +121,8 @@ class Head:
         """By key: those that are wanted, or run."""
         self._keys = itertools.count(1)
         self._status: dict[str, Any] | None = None
+        self._elsewhere = set(range(self._config.data_parallel_size)) - set(self._config.local_ranks)
+        self._came = asyncio.Event()
 
     async def open(self) -> None:
         """Raises InvalidInput if the address can not be listened on."""
@@ -145,6 +148,12 @@ class Head:
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
+    async def wait_for_ranks(self) -> None:
+        """Until all of them are offered: ranks that meet wait for each other much less long than people start nodes."""
+        while not self._elsewhere <= {rank for hello in self._links.values() for rank in hello.ranks}:
+            self._came.clear()
+            await self._came.wait()
+
     def launch(self, index: int, meeting: str | None, number: int) -> RemoteRank:
         """Rank ``index``, by the node that offers it, now or once it is here."""
         rank = RemoteRank(index, self, self._ranks, next(self._keys), meeting, number)
@@ -166,7 +175,7 @@ class Head:
             if not isinstance(hello, Hello):
                 raise InvalidInput("the first message of a node is Hello")
             self._check(hello)
-        except (MidstreamError, TimeoutError) as error:
+        except Exception as error:  # nobody may wait for who does not answer
             link.send(Refused(to_wire(error)))
             return await link.close()
         front = Front(
@@ -175,6 +184,7 @@ class Head:
             lambda error: link.send(Over(to_wire(error))),
         )
         self._links[link] = hello
+        self._came.set()
         self._ranks.guests.add(front)
         if self._status is not None:
             link.send(Welcome(self._status))
@@ -184,7 +194,7 @@ class Head:
                     rank.launch(link)
             while (message := await link.receive()) is not None:
                 self._take(front, link, message)
-        except MidstreamError as error:
+        except Exception as error:
             link.send(Over(to_wire(error)))
         finally:
             del self._links[link]
@@ -194,15 +204,14 @@ class Head:
             await link.close()
 
     def _check(self, hello: Hello) -> None:
-        own = self._config.shared_options()
-        for name, value in own.items():
+        for name, value in shared_options(self._config).items():
             if hello.options.get(name) != value:
                 raise InvalidInput(
                     f"{name} is {value!r} at rank 0 and {hello.options.get(name)!r} here: start all alike"
                 )
-        elsewhere = set(range(self._config.data_parallel_size)) - set(self._config.local_ranks)
-        if not elsewhere.issuperset(hello.ranks):
-            raise InvalidInput(f"ranks {hello.ranks} are not all launched elsewhere: those are {sorted(elsewhere)}")
+        if not self._elsewhere.issuperset(hello.ranks):
+            known = sorted(self._elsewhere)
+            raise InvalidInput(f"rank 0 waits for ranks {known}, and this command launches {hello.ranks}")
         taken = {rank for other in self._links.values() for rank in other.ranks}
         if taken.intersection(hello.ranks):
             raise Conflict(f"rank {min(taken.intersection(hello.ranks))} has been launched by another node")

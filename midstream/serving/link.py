@@ -17,18 +17,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from midstream.config import EngineConfig
 from midstream.engine.process import Add
 from midstream.errors import InvalidInput
 from midstream.types import RequestIncrement
 
 T = TypeVar("T")
+_OF_A_NODE = frozenset(
+    ("model", "revision", "model_name", "tokenizer", "device", "num_threads", "kv_cache_bytes", "step_log")
+    + ("data_parallel_rank", "data_parallel_size_local", "data_parallel_address")
+)
+"""Options that may differ between the nodes of one engine."""
 _MAX_BYTES = 1 << 30
 _SILENT_S = 60
 """A machine that answers no more, not even the kernel's probes, is gone after about so long."""
+
+
+def shared_options(config: EngineConfig) -> dict[str, Any]:
+    """What must be the same on every node of an engine. (That the weights are is seen when they are loaded.)"""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OF_A_NODE}
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -147,6 +159,8 @@ class Link(Generic[T]):
     def send(self, message: ToOwner | ToNode) -> None:
         """Without waiting. To an end that is gone: nothing. Raises what a value raises that can not be encoded."""
         frame = _encoder.encode(message)
+        if self._writer.transport.get_write_buffer_size() > _MAX_BYTES:  # it reads no more, though its machine lives
+            self._writer.transport.abort()
         if not self._writer.is_closing():
             self._writer.write(len(frame).to_bytes(8, "big") + frame)
 

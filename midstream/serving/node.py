@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Coroutine
 from typing import Any
 
 from midstream.config import EngineConfig
@@ -33,6 +34,7 @@ from midstream.serving.link import (
     ToNode,
     ToRank,
     Welcome,
+    shared_options,
     to_node_decoder,
 )
 from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
@@ -52,7 +54,7 @@ class Node:
         self._welcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._processes: dict[int, LocalRank] = {}
         """By key."""
-        self._ending: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ class Node:
             has_said = True
             await asyncio.sleep(_AGAIN_S)
         self._link = Link(reader, writer, to_node_decoder)
-        self._link.send(Hello(self.config.shared_options(), list(self.config.local_ranks)))
+        self._link.send(Hello(shared_options(self.config), list(self.config.local_ranks)))
         self._reader = asyncio.create_task(self._read(self._link))
         return await self._welcome
 
@@ -80,10 +82,8 @@ class Node:
         if self._is_closing:
             return
         self._is_closing = True
-        for process in self._processes.values():
-            process.post(encode(Shutdown()))
-        await asyncio.gather(*(process.end(CLOSE_S) for process in self._processes.values()))
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._end_all()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._link is not None:
             await self._link.close()
         if self._reader is not None:
@@ -96,6 +96,19 @@ class Node:
             self._welcome.set_exception(error)
             self._welcome.exception()  # seen: nobody may wait for it any more
         self._front.over(error)
+        if not self._is_closing:  # nobody is there whom the processes could serve
+            self._keep(self._end_all())
+
+    async def _end_all(self) -> None:
+        processes = list(self._processes.values())
+        for process in processes:
+            process.post(encode(Shutdown()))
+        await asyncio.gather(*(process.end(CLOSE_S) for process in processes))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- what is asked of the engine -------------------------------------------------------------------------------
 
@@ -183,9 +196,7 @@ class Node:
             self._send(Ended(rank.key, rank.exit_code or 0))
 
         if not self._is_closing:
-            task = asyncio.create_task(leave())
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._keep(leave())
 
 
 class _Relayed(LocalRank):

@@ -65,13 +65,16 @@ _TRIES = 3
 _SELF = "front"
 """Our own name to the coordinator."""
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Place:
     """Of a request: who asked for it, and where it runs."""
 
-    front: Front
+    front: Front | None
+    """None: it has left, and the rank has not said its last word so far."""
     rank: int
     num_samples: int
+    num_left: int
+    """Samples that have not ended, of a guest's request."""
 
 
 class Ranks:
@@ -105,6 +108,8 @@ class Ranks:
         self._pending: str | None = None
         """Why no rank takes requests though they run."""
         self._requests: dict[str, _Place] = {}
+        self._num_foreign = 0
+        """Of them, those that are not of this process's own front end."""
         self._calls: dict[int, tuple[Front, int, str, dict[str, Any]]] = {}
         """By a number of our own: who asked it, under which number, and what."""
         self._ops = itertools.count(1)
@@ -140,6 +145,8 @@ class Ranks:
 
     async def _start_all(self, number: int) -> dict[str, Any]:
         config, size = self.config, self.config.data_parallel_size
+        if self._head is not None:
+            await self._head.wait_for_ranks()
         if size > 1:
             self._coordinator = group.Coordinator(size, config.enable_expert_parallel, config.update_lease_s)
         meeting = self._meet() if config.enable_expert_parallel and size > 1 else None
@@ -251,7 +258,8 @@ class Ranks:
             raise InvalidInput(f"request id {name!r} is in use; choose another")
         frame = encode(message)
         rank = self.router.pick(session)
-        self._requests[name] = _Place(front, rank, message.params.n)
+        self._requests[name] = _Place(front, rank, message.params.n, message.params.n)
+        self._num_foreign += front is not self._front
         self.router.begin(rank, message.params.n)
         self._ranks[rank].post(frame)
 
@@ -264,28 +272,42 @@ class Ranks:
         """It is over, for its front end too."""
         place = self._requests.get(request_id)
         if place is not None and place.front is front:  # else it was refused, because it is another one's
-            del self._requests[request_id]
-            self.router.end(place.rank, place.num_samples)
+            self._remove(request_id)
 
     def leave(self, guest: Front) -> None:
         """It is gone: its requests end. What it has called goes on; a pause that it holds, for as long as its lease."""
         self.guests.discard(guest)
         for name, place in list(self._requests.items()):
             if place.front is guest:
-                self.abort(name)
-                self.forget(guest, name)
+                if place.num_left == 0:
+                    self._remove(name)
+                else:  # its name is free once the rank has said the last word: nobody else may take that for theirs
+                    place.front = None
+                    self.abort(name)
+
+    def _remove(self, request_id: str) -> None:
+        place = self._requests.pop(request_id)
+        self._num_foreign -= place.front is not self._front
+        self.router.end(place.rank, place.num_samples)
 
     def _tell(self, increments: list[RequestIncrement], refused: list[tuple[str, dict[str, Any]]]) -> None:
         """Each front end of its own requests."""
-        if not self.guests:
+        if not self._num_foreign:
             return self._front.take(increments, refused)
         parts: dict[Front, Any] = {}
         for increment in increments:
             if (place := self._requests.get(increment.parent_id)) is not None:
-                parts.setdefault(place.front, ([], []))[0].append(increment)
+                place.num_left -= increment.finish_reason is not None
+                if place.front is not None:
+                    parts.setdefault(place.front, ([], []))[0].append(increment)
+                elif place.num_left == 0:
+                    self._remove(increment.parent_id)
         for name, error in refused:
             if (place := self._requests.get(name)) is not None:
-                parts.setdefault(place.front, ([], []))[1].append((name, error))
+                if place.front is not None:
+                    parts.setdefault(place.front, ([], []))[1].append((name, error))
+                else:
+                    self._remove(name)
         for front, part in parts.items():
             front.take(*part)
 
