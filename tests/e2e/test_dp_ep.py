@@ -169,5 +169,5 @@ def test_two_ranks(models: list[pathlib.Path], vote: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("vote", ["step", "interval"])
 def test_four_ranks(models: list[pathlib.Path], vote: str) -> None:
-    group, checked = run(use(models, 4, 150, 2, dp_vote=vote), 900)
-    assert checked > 3000 and len(group.served) > 20, (checked, group.served)
+    group, checked = run(use(models, 4, 300, 2, dp_vote=vote), 900)
+    assert checked > 6000 and len(group.served) > 20, (checked, group.served)
