@@ -141,6 +141,11 @@ def test_an_update_through_any_front_end_is_everyones(dense: list[pathlib.Path],
             for number, llm in enumerate((b, a, b), 1):
                 done = await llm.update_weights({"weight_dir": str(dense[number % 2]), "weight_version": f"v{number}"})
                 assert done["number"] == number
+                late = AsyncLLM(str(dense[0]), **OPTIONS, **front(address))
+                try:
+                    assert (await late.start())["version"] == f"v{number}"
+                finally:
+                    await late.aclose()
                 for reader in (a, b):
                     assert (await reader.status())["version"] == f"v{number}"
                     assert [look(await collect(reader, p)) for p in PROMPTS[:2]] == expected[number % 2]
@@ -163,12 +168,25 @@ def test_requests_are_known_by_their_front_end(dense: list[pathlib.Path], addres
             for other in (b, c):
                 with pytest.raises(InvalidInput, match="in use"):
                     await collect(other, [7], request_id="x")
+            for at in range(6):  # whoever leaves before the refusal has come, too
+                leaves = asyncio.create_task(collect(b, [7], request_id="x"))
+                for _ in range(at):
+                    await asyncio.sleep(0)
+                leaves.cancel()
+                await asyncio.gather(leaves, return_exceptions=True)
+            await b.is_paused()
             assert look(await mine) == expected
             assert look(await collect(b, [5, 6], LONG, request_id="x")) == expected, "free again"
             theirs = asyncio.create_task(collect(b, [5, 6], LONG, request_id="y"))
             await tokens_of(b, "y", 2)
             assert (await c.abort_requests(["y"]))["aborted"] == 1
             assert (await theirs).outputs[0].finish_reason == "abort"
+            stays = asyncio.create_task(collect(a, [5, 6], LONG, request_id="stays"))
+            left = asyncio.create_task(collect(b, [5, 6], LONG, request_id="left"))
+            await asyncio.gather(tokens_of(a, "stays", 2), tokens_of(b, "left", 2))
+            await b.end_requests()
+            assert (await left).outputs[0].finish_reason == "abort"
+            assert look(await stays) == expected
             left = asyncio.create_task(collect(b, [5, 6], LONG, request_id="z"))
             await tokens_of(b, "z", 2)
             await b.pause_generation("keep")
@@ -287,6 +305,28 @@ def test_the_owner_goes(dense: list[pathlib.Path], address: str) -> None:
             with pytest.raises(EngineDead):
                 await asyncio.wait_for(tasks[0], BOUND_S)
             await asyncio.wait_for(asyncio.gather(b.ended.wait(), c.ended.wait(), process.ended.wait()), BOUND_S)
+
+    run(body())
+
+
+def test_a_front_end_knows_that_the_engine_waits_for_weights(moe: list[pathlib.Path], address: str) -> None:
+    async def body() -> None:
+        options = {**LOCKSTEP, "elastic": True}
+        async with engines(moe[0], owner(address, 2), front(address), **options) as (a, b):
+            await b.update_weights({"weight_dir": str(moe[1])})
+            a._engine[1].process.kill()
+            async with asyncio.timeout(30):
+                while True:
+                    with contextlib.suppress(MidstreamError):
+                        if (await b.status())["state"] == "pending_weights":
+                            break
+                    await asyncio.sleep(0.05)  # as a client does
+            for llm in (a, b):
+                with pytest.raises(NotReady, match="pending_weights"):
+                    llm.check_alive()
+            await b.update_weights({"weight_dir": str(moe[1])})
+            assert len((await collect(b, [5])).outputs[0].token_ids) == 24
+            b.check_alive()
 
     run(body())
 

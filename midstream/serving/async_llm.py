@@ -205,7 +205,7 @@ class AsyncLLM:
                 stream.news.clear()
                 self._leaving[request_id] = stream
                 if not stream.builder.output.finished:  # else a stop text ended it, and it is aborted already
-                    self._engine.abort(request_id)
+                    self._engine.abort(self._front, request_id)
 
     async def generate_one(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
@@ -234,7 +234,7 @@ class AsyncLLM:
         _check_text(request_id=request_id)
         self._check_alive()
         if self._ranks is not None:
-            self._ranks.abort(request_id)
+            self._ranks.abort(self._front, request_id)
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
@@ -307,6 +307,10 @@ class AsyncLLM:
     async def abort_requests(self, request_ids: list[str] | None = None) -> dict[str, Any]:
         return await self._call("abort_requests", request_ids=request_ids)
 
+    async def end_requests(self) -> None:
+        """Before a close: end the requests that would end with it, all of the engine's or this front end's own."""
+        await self.abort_requests(None if self.config.owns_engine else list(self._streams))
+
     async def status(self) -> dict[str, Any]:
         """Of all ranks together; with several, ``ranks`` has what differs between them."""
         return await self._call("status", _PAUSE_TIMEOUT_S)
@@ -364,10 +368,10 @@ class AsyncLLM:
             if stream is not None:
                 try:
                     if (stopped := stream.builder.add(increment)) is not None:
-                        self._engine.abort(name, stopped)
+                        self._engine.abort(self._front, name, stopped)
                 except Exception as fault:  # a tokenizer that can not decode an id, say: this stream's alone
                     stream.error = MidstreamError(f"the output can not be shown: {fault}")
-                    self._engine.abort(name)
+                    self._engine.abort(self._front, name)
                 stream.tell()
             elif (left := self._leaving.get(name)) is not None:
                 left.builder.add(increment)

@@ -29,6 +29,7 @@ from midstream.serving.link import (
     Over,
     Refused,
     SayWhere,
+    Serving,
     ToOwner,
     ToRank,
     Welcome,
@@ -120,7 +121,9 @@ class Head:
         self._launched: dict[int, RemoteRank] = {}
         """By key: those that are wanted, or run."""
         self._keys = itertools.count(1)
-        self._status: dict[str, Any] | None = None
+        self._is_open = False
+        """The engine has started: nodes are welcome."""
+        self._not_ready: MidstreamError | None = None
         self._elsewhere = set(range(self._config.data_parallel_size)) - set(self._config.local_ranks)
         self._came = asyncio.Event()
 
@@ -140,11 +143,32 @@ class Head:
             link.send(Over(to_wire(error)))
             await link.close()
 
-    def welcome(self, status: dict[str, Any]) -> None:
-        """The engine serves: so does every front end from now on."""
-        self._status = status
+    def welcome(self) -> None:
+        """The engine has started: so does every front end from now on."""
+        self._is_open = True
         for link in self._links:
-            link.send(Welcome(status))
+            self._welcome(link)
+
+    def _welcome(self, link: Link[ToOwner]) -> None:
+        """With the status of now: a label, or a number, may be of any update."""
+
+        def answered(_: int, result: Result) -> None:
+            link.send(Over(to_wire(result)) if isinstance(result, MidstreamError) else Welcome(result))
+
+        if self._not_ready is not None:
+            link.send(Serving(to_wire(self._not_ready)))
+        asker = Front(lambda increments, refused: None, answered, lambda error: None)
+        try:
+            self._ranks.call(asker, 0, "status", {})
+        except MidstreamError as error:
+            answered(0, error)
+
+    def announce(self, not_ready: MidstreamError | None) -> None:
+        """Whether requests are taken."""
+        if str(not_ready) != str(self._not_ready):
+            self._not_ready = not_ready
+            for link in self._links:
+                link.send(Serving(None if not_ready is None else to_wire(not_ready)))
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
@@ -186,8 +210,8 @@ class Head:
         self._links[link] = hello
         self._came.set()
         self._ranks.guests.add(front)
-        if self._status is not None:
-            link.send(Welcome(self._status))
+        if self._is_open:
+            self._welcome(link)
         try:
             for rank in self._launched.values():
                 if rank.index in hello.ranks and rank.link is None:
@@ -237,14 +261,14 @@ class Head:
                 except MidstreamError as error:
                     link.send(News([], [(request.request_id, to_wire(error))]))
             case End(request_id, sample):
-                self._ranks.abort(request_id, sample)
+                self._ranks.abort(front, request_id, sample)
             case Forget(request_id):
                 self._ranks.forget(front, request_id)
             case Hello():
                 raise InvalidInput("a node says Hello once")
 
     def _check_serving(self) -> None:
-        if self._status is None:
+        if not self._is_open:
             raise NotReady("the engine starts: wait until it says Welcome")
 
 

@@ -285,7 +285,8 @@ class Jobs:
         found: list[str] = []
         for name in request_ids:
             jobs = [job for prefix in ID_PREFIXES if (job := self._running.get(prefix + name))]
-            found += [engine_id for job in jobs for engine_id in job.engine_ids] or [name]
+            # what is not known here may have come to another front end, whose prefixes are the same
+            found += [engine_id for job in jobs for engine_id in job.engine_ids] or [p + name for p in ID_PREFIXES]
         return found
 
     def status(self) -> dict[str, int]:
@@ -302,7 +303,7 @@ class Jobs:
         jobs = list(self._running.values())
         with contextlib.suppress(MidstreamError, TimeoutError):
             async with asyncio.timeout(self.settings.shutdown_s):
-                await self.llm.abort_requests(None)
+                await self.llm.end_requests()
         if jobs:
             await asyncio.wait([job.task for job in jobs], timeout=self.settings.shutdown_s)
         for job in [*self._running.values(), *self._waiting.values()]:

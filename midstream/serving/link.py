@@ -4,7 +4,8 @@
 
     node                                                      owner (rank 0's process)
       Hello(ranks it can launch, its options)      ──►
-                                                   ◄──        Refused, or once the engine serves: Welcome
+                                                   ◄──        Refused, or once the engine serves: Welcome;
+                                                              Serving, whenever that changes
       ◄── Launch, ToRank, Kill, SayWhere   for each of its ranks   FromRank, Ended ──►
       Ask, Generate, End, Forget   of its front end ──►
                                                    ◄──        Answered, News, Over
@@ -109,9 +110,15 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """The engine serves; ``status`` is its first one."""
+    """The engine serves; ``status`` is that of now."""
 
     status: dict[str, Any]
+
+
+class Serving(msgspec.Struct, tag=True):
+    """Requests are taken again (None), or why not."""
+
+    why: dict[str, Any] | None
 
 
 class Answered(msgspec.Struct, tag=True):
@@ -130,7 +137,7 @@ class Over(msgspec.Struct, tag=True):
 
 
 ToOwner = Hello | FromRank | Ended | Generate | End | Forget | Ask
-ToNode = Refused | Welcome | Launch | ToRank | Kill | SayWhere | Answered | News | Over
+ToNode = Refused | Welcome | Serving | Launch | ToRank | Kill | SayWhere | Answered | News | Over
 
 to_owner_decoder = msgspec.msgpack.Decoder(ToOwner)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)

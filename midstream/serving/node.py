@@ -31,6 +31,7 @@ from midstream.serving.link import (
     Over,
     Refused,
     SayWhere,
+    Serving,
     ToNode,
     ToRank,
     Welcome,
@@ -54,6 +55,7 @@ class Node:
         self._welcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._processes: dict[int, LocalRank] = {}
         """By key."""
+        self._not_ready: MidstreamError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
@@ -113,12 +115,11 @@ class Node:
     # -- what is asked of the engine -------------------------------------------------------------------------------
 
     def check_serving(self) -> None:
-        """The owner says it, with each request."""
-        self.check_started()
-
-    def check_started(self) -> None:
+        """Raises NotReady while no rank takes requests."""
         if not self._welcome.done():
             raise NotReady("the engine starts; try again later")
+        if self._not_ready is not None:
+            raise self._not_ready
 
     def call(self, front: Front, op: int, verb: str, arguments: dict[str, Any]) -> None:
         self._send(Ask(op, verb, arguments))
@@ -126,7 +127,7 @@ class Node:
     def add(self, front: Front, message: Add, session: str | None) -> None:
         self._send(Generate(message, session))
 
-    def abort(self, request_id: str, sample: str | None = None) -> None:
+    def abort(self, front: Front, request_id: str, sample: str | None = None) -> None:
         self._send(End(request_id, sample))
 
     def forget(self, front: Front, request_id: str) -> None:
@@ -167,6 +168,8 @@ class Node:
             case Welcome(status):
                 if not self._welcome.done():
                     self._welcome.set_result(status)
+            case Serving(why):
+                self._not_ready = None if why is None else from_wire(why)
             case Refused(error) | Over(error):
                 self._over(from_wire(error))
 

@@ -140,7 +140,7 @@ class Ranks:
         if len(self._ranks) > 1:
             self._begin(self._watch())
         if self._head is not None:
-            self._head.welcome(self._status)
+            self._head.welcome()
         return self._status
 
     async def _start_all(self, number: int) -> dict[str, Any]:
@@ -233,6 +233,15 @@ class Ranks:
         if not self._is_serving and self._why:
             raise NotReady(f"the engine is started again: {next(iter(self._why.values()))[1]}; try again later")
 
+    def _announce(self) -> None:
+        """To nodes, whether requests are taken."""
+        if self._head is not None:
+            try:
+                self.check_serving()
+                self._head.announce(None)
+            except NotReady as error:
+                self._head.announce(error)
+
     def call(self, front: Front, op: int, verb: str, arguments: dict[str, Any]) -> None:
         """``front.answered`` gets the result. Raises NotReady, InvalidInput; what can not be encoded raises, and
         nothing was sent."""
@@ -263,9 +272,9 @@ class Ranks:
         self.router.begin(rank, message.params.n)
         self._ranks[rank].post(frame)
 
-    def abort(self, request_id: str, sample: str | None = None) -> None:
-        """End a request, or one ``sample`` of it; nothing if it is not known."""
-        if (place := self._requests.get(request_id)) is not None:
+    def abort(self, front: Front, request_id: str, sample: str | None = None) -> None:
+        """End a request of this front end, or one ``sample`` of it; nothing if it is not known, or another one's."""
+        if (place := self._requests.get(request_id)) is not None and place.front is front:
             self._ranks[place.rank].post(encode(Abort([sample or request_id])))
 
     def forget(self, front: Front, request_id: str) -> None:
@@ -282,8 +291,8 @@ class Ranks:
                 if place.num_left == 0:
                     self._remove(name)
                 else:  # its name is free once the rank has said the last word: nobody else may take that for theirs
+                    self.abort(guest, name)
                     place.front = None
-                    self.abort(name)
 
     def _remove(self, request_id: str) -> None:
         place = self._requests.pop(request_id)
@@ -351,6 +360,7 @@ class Ranks:
             if verb == "status":
                 result = self._described(result)
         self._moved.set()
+        self._announce()
         front.answered(number, result)
 
     def _remember(self, verb: str, arguments: dict[str, Any], result: dict[str, Any]) -> None:
@@ -536,6 +546,8 @@ class Ranks:
             self._over(lost)
         elif coordinator.lockstep or coordinator.ranks == {rank.index}:
             self._is_serving = False
+            self._why = {one.index: ("starting", lost.message) for one in self._ranks}
+            self._announce()
             self._pass_on(coordinator.rank_lost(rank.index, error.message))
             self._end_requests(None, lost)
             self._begin(self._start_all_again(lost.message))
@@ -565,7 +577,6 @@ class Ranks:
         for task in self._replacing.values():
             task.cancel()
         self._replacing.clear()
-        self._why = {rank.index: ("starting", reason) for rank in self._ranks}
         self._status = {**self._status, "state": "starting", "why": reason}
         last: Exception | None = None
         for _ in range(_TRIES):
@@ -580,6 +591,7 @@ class Ranks:
                 continue
             self._is_serving, self._why = True, {}
             self.router.ranks = set(range(len(self._ranks)))
+            self._announce()
             return
         self._over(EngineDead(f"{reason}; it could not be started again: {last}"))
 
