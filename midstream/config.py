@@ -176,6 +176,8 @@ class EngineConfig:
             host, _, port = self.data_parallel_address.rpartition(":")
             if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise InvalidInput(f"data_parallel_address is host:port, got {self.data_parallel_address!r}")
+            if self.enable_expert_parallel and host.strip("[]") in ("0.0.0.0", "::"):
+                raise InvalidInput(f"with enable_expert_parallel ranks reach each other there: {host} is no address")
 
     @property
     def owns_engine(self) -> bool:

@@ -640,7 +640,18 @@ def test_all_ranks_lost_start_again_whole_and_wait_for_the_current_weights(
             after = look(await collect(llm, [5, 6]))
             await llm.pause_generation("keep", owner="trainer")
             await lose(llm)
+            if kind == "lockstep":
+                found = await llm.status()
+                assert (found["state"], found["number"], found["version"]) == ("starting", 1, "v1")
+                assert (found["mode"], found["owner"]) == ("keep", "trainer")
+                assert all(rank["state"] == "starting" and "lost" in rank["why"] for rank in found["ranks"])
+            await until(lambda s: s["state"] == "pending_weights", llm)
+            with pytest.raises(Conflict, match="no weights that could have a label"):
+                await llm.update_weight_version("v1")
+            await lose(llm)  # and nobody takes the checkpoint for v1 then
             status = await until(lambda s: s["state"] == "pending_weights", llm)
+            assert (status["number"], status["version"]) == (1, "v1")
+            assert all(rank["state"] == "pending_weights" and rank["why"] for rank in status["ranks"])
             assert "next full update" in status["why"] and "v1" in status["why"]
             with pytest.raises(NotReady, match="pending_weights"):
                 await collect(llm, [5, 6])

@@ -213,7 +213,7 @@ def test_what_was_aborted_is_not_kept() -> None:
 
 def test_closing_over_an_engine_that_does_not_answer_ends_in_time() -> None:
     class Stuck:
-        async def abort_requests(self, request_ids: None) -> None:
+        async def end_requests(self) -> None:
             await asyncio.Event().wait()
 
     jobs = Jobs(cast(AsyncLLM, Stuck()), ServerSettings(shutdown_s=0.01), ServerMetrics())

@@ -16,8 +16,10 @@ import torch
 from checkpoints import write_checkpoint
 from cores import TINY
 from engines import LONG, SHORT, collect, run, tokens_of
-from midstream.errors import Conflict, EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady
+from midstream.engine.process import Add
+from midstream.errors import Conflict, EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
 from midstream.serving.async_llm import AsyncLLM
+from midstream.serving.head import Front
 from midstream.types import RequestOutput
 
 torch.set_num_threads(1)
@@ -193,6 +195,9 @@ def test_requests_are_known_by_their_front_end(dense: list[pathlib.Path], addres
             await b.aclose()
             with pytest.raises(EngineDead):
                 await left
+            async with asyncio.timeout(BOUND_S):
+                while len(a._engine.guests) == 2:
+                    await asyncio.sleep(0.01)
             assert await a.is_paused(), "a pause is the engine's"
             await a.resume_generation()
             status = await a.status()
@@ -389,6 +394,62 @@ def test_a_front_end_before_the_engine_serves(dense: list[pathlib.Path], address
     run(body())
 
 
+@pytest.mark.parametrize("part", ["owner", "node", "front end"])
+def test_waiting_for_others_can_be_ended_and_has_a_limit(dense: list[pathlib.Path], address: str, part: str) -> None:
+    place = {"owner": owner(address), "node": node(address, 1), "front end": front(address)}[part]
+
+    async def body() -> None:
+        llm = AsyncLLM(str(dense[0]), **OPTIONS, **REPLICAS, **place)
+        starting = asyncio.create_task(llm.start())
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(llm.aclose(), BOUND_S)
+        with pytest.raises(EngineDead, match="closed"):
+            await asyncio.wait_for(starting, 1)
+        again = AsyncLLM(str(dense[0]), **OPTIONS, **REPLICAS, **place)
+        with pytest.raises(TimedOut, match="did not start within 0.2 s"):
+            await asyncio.wait_for(again.start(timeout_s=0.2), BOUND_S)
+
+    run(body())
+
+
+def test_nodes_that_hold_prompts_of_different_lengths_are_refused(dense: list[pathlib.Path], address: str) -> None:
+    async def body() -> None:
+        options = {**OPTIONS, **REPLICAS, "num_blocks": None}
+        a = AsyncLLM(str(dense[0]), **options, **owner(address), kv_cache_bytes=1 << 22)
+        b = AsyncLLM(str(dense[0]), **options, **node(address, 1), kv_cache_bytes=1 << 16)
+        results = await asyncio.wait_for(asyncio.gather(a.start(), b.start(), return_exceptions=True), 30)
+        await asyncio.gather(a.aclose(), b.aclose())
+        assert all(isinstance(r, MidstreamError) and "different lengths" in str(r) for r in results), results
+
+    run(body())
+
+
+def test_nothing_is_left_of_a_front_end_that_goes_after_its_rank(dense: list[pathlib.Path], address: str) -> None:
+    """It was told that its requests are over, and said nothing more."""
+
+    async def body() -> None:
+        async with engines(dense[0], owner(address, 2), elastic=True, **REPLICAS) as (a,):
+            ranks, told = a._engine, []
+            silent = Front(lambda increments, refused: told.extend(refused), lambda *_: None, lambda _: None)
+            ranks.guests.add(silent)
+            await a.pause_generation("keep")
+            for i in range(4):
+                ranks.add(silent, Add(f"r{i}", [5], LONG), None)
+            await a.is_paused()
+            ranks[1].process.kill()
+            async with asyncio.timeout(BOUND_S):
+                while len(told) < 2:
+                    await asyncio.sleep(0.01)
+            await a.resume_generation()
+            ranks.leave(silent)
+            async with asyncio.timeout(BOUND_S):
+                while ranks._requests:
+                    await asyncio.sleep(0.01)
+            assert sum(ranks.router.num_live) == 0
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -397,6 +458,7 @@ def test_a_front_end_before_the_engine_serves(dense: list[pathlib.Path], address
         ({"data_parallel_address": "nowhere", "data_parallel_rank": 0}, "host:port"),
         ({"data_parallel_address": "h:0", "data_parallel_rank": 0}, "host:port"),
         ({"data_parallel_address": "h:99999"}, "host:port"),
+        ({"data_parallel_address": "0.0.0.0:1", **LOCKSTEP, "data_parallel_rank": 0}, "no address"),
         ({"data_parallel_address": "h:1", "data_parallel_rank": 2, "data_parallel_size": 2}, "not of"),
         ({"data_parallel_address": "h:1", "data_parallel_rank": -1, "data_parallel_size": 2}, "not of"),
         (

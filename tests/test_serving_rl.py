@@ -191,6 +191,19 @@ def test_case_058_each_mode_through_http_has_its_own_result(models: pathlib.Path
                 pass
             assert (await c.get("/status"))["state"] in ("pausing", "paused")
             assert (await waiting)["mode"] == "wait" and (await held[0]) == straight
+            # a body says the same as a query
+            found = await c.post("/pause", {"mode": "keep", "clear_cache": False, "owner": "t", "lease_s": 60})
+            assert (found["mode"], found["clear_cache"], found["owner"], found["lease_s"]) == ("keep", False, "t", 60)
+            await c.refused(409, "/resume")
+            assert (await c.post("/resume", {"owner": "t"}))["was_paused"]
+            await c.post("/pause", {"mode": "keep", "owner": "t"})
+            assert (await c.post("/resume", {"force": True}))["was_paused"]
+            assert (await c.post("/sleep", {"level": 2, "mode": "keep"}))["level"] == 2
+            await c.post("/wake_up", {"tags": ["kv_cache"]})
+            assert (await c.get("/is_sleeping"))["is_sleeping"]
+            await c.post("/wake_up")
+            await c.post("/update_weights", {"weight_dir": str(models / "w0")})
+            await c.post("/pause", mode="wait")
             # what is wrong changes nothing
             before = await c.get("/status")
             bad = [{"mode": "sleep"}, {"clear_cache": "maybe"}, {"timeout_s": -1}, {"lease_s": 0}, {"owner": ""}]

@@ -7,6 +7,7 @@ between CPUs, NCCL between GPUs. Every rank opens its groups in the same order, 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -88,7 +89,7 @@ class Group:
         except RuntimeError as error:
             raise RankLost(
                 f"group {self.name!r}: rank {self.rank} of {self.size} lost another one, or it was silent for "
-                f"{self.timeout_s:g} s ({_first_line(error)}): start all ranks again"
+                f"{self.timeout_s:g} s ({_first_line(error)})"
             ) from error
         return out
 
@@ -111,4 +112,6 @@ def _store(address: str, size: int, limit: timedelta) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+    """Without the place in torch's source that it begins with, and the advice that it ends with."""
+    line = re.sub(r"^\[[^\]]*\.cc:\d+\] *", "", str(error).partition("\n")[0])
+    return line.partition(". ")[0][:200]

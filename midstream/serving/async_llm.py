@@ -98,6 +98,10 @@ class AsyncLLM:
             self._fail_all(error)
             await self.aclose()
             raise
+        except asyncio.CancelledError:
+            if self._dead is not None and self._started.cancelled():  # it was closed while it started
+                raise self._dead from None
+            raise
         except TimeoutError as error:
             await self.aclose()
             raise TimedOut(f"the engine did not start within {timeout_s} s") from error
@@ -107,9 +111,11 @@ class AsyncLLM:
         if self._ranks is None:
             return
         self._fail_all(EngineDead("the engine was closed"))
-        await self._ranks.close()
+        assert self._dead is not None
         if self._started is not None:
+            self._started.cancel()  # it may wait for other nodes, which may never come
             await asyncio.gather(self._started, return_exceptions=True)
+        await self._ranks.close(self._dead)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()

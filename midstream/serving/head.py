@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from midstream.serving.ranks import Ranks
 
 _HELLO_S = 10.0
+_HELLO_BYTES = 1 << 16
 
 Result = dict[str, Any] | MidstreamError
 
@@ -98,6 +99,13 @@ class RemoteRank(Rank):
 
     async def clear(self) -> None:
         self._head.drop(self)
+        if self.link is not None and not self.ended.is_set():
+            self.link.abort()  # its node hangs: the rank is free for another one
+
+    def refuse(self, error: MidstreamError) -> None:
+        """It is not what it has to be: its node leaves."""
+        if self.link is not None:
+            self.link.send(Refused(to_wire(error)))
 
     def hear(self, frame: bytes) -> None:
         self._listener.heard(self, frame)
@@ -152,8 +160,8 @@ class Head:
     def _welcome(self, link: Link[ToOwner]) -> None:
         """With the status of now: a label, or a number, may be of any update."""
 
-        def answered(_: int, result: Result) -> None:
-            link.send(Over(to_wire(result)) if isinstance(result, MidstreamError) else Welcome(result))
+        def answered(_: int, result: Result) -> None:  # an error: ranks are lost in this moment
+            link.send(Welcome(self._ranks.held_status() if isinstance(result, MidstreamError) else result))
 
         if self._not_ready is not None:
             link.send(Serving(to_wire(self._not_ready)))
@@ -172,9 +180,11 @@ class Head:
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
-    async def wait_for_ranks(self) -> None:
-        """Until all of them are offered: ranks that meet wait for each other much less long than people start nodes."""
-        while not self._elsewhere <= {rank for hello in self._links.values() for rank in hello.ranks}:
+    async def wait_for_ranks(self, ranks: Iterable[int] | None = None) -> None:
+        """Until these (None: all that are launched elsewhere) are offered. Without a limit: people start nodes, and
+        ranks that meet wait for each other much less long."""
+        wanted = self._elsewhere if ranks is None else self._elsewhere.intersection(ranks)
+        while not wanted <= {rank for hello in self._links.values() for rank in hello.ranks}:
             self._came.clear()
             await self._came.wait()
 
@@ -195,7 +205,10 @@ class Head:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer, to_owner_decoder)
         try:
-            hello = await asyncio.wait_for(link.receive(), _HELLO_S)
+            try:
+                hello = await asyncio.wait_for(link.receive(_HELLO_BYTES), _HELLO_S)
+            except TimeoutError as error:
+                raise InvalidInput(f"a node says Hello within {_HELLO_S:g} s") from error
             if not isinstance(hello, Hello):
                 raise InvalidInput("the first message of a node is Hello")
             self._check(hello)
@@ -235,7 +248,7 @@ class Head:
                 )
         if not self._elsewhere.issuperset(hello.ranks):
             known = sorted(self._elsewhere)
-            raise InvalidInput(f"rank 0 waits for ranks {known}, and this command launches {hello.ranks}")
+            raise InvalidInput(f"rank 0 waits for ranks {known}, and this command launches {hello.ranks[:9]}")
         taken = {rank for other in self._links.values() for rank in other.ranks}
         if taken.intersection(hello.ranks):
             raise Conflict(f"rank {min(taken.intersection(hello.ranks))} has been launched by another node")

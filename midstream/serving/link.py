@@ -167,21 +167,25 @@ class Link(Generic[T]):
         """Without waiting. To an end that is gone: nothing. Raises what a value raises that can not be encoded."""
         frame = _encoder.encode(message)
         if self._writer.transport.get_write_buffer_size() > _MAX_BYTES:  # it reads no more, though its machine lives
-            self._writer.transport.abort()
+            self.abort()
         if not self._writer.is_closing():
             self._writer.write(len(frame).to_bytes(8, "big") + frame)
 
-    async def receive(self) -> T | None:
+    async def receive(self, max_bytes: int = _MAX_BYTES) -> T | None:
         """None: it is over. Raises InvalidInput for what is no message."""
         try:
             size = int.from_bytes(await self._reader.readexactly(8), "big")
-            if size > _MAX_BYTES:
+            if size > max_bytes:
                 raise InvalidInput(f"a message of {size} bytes: is this a midstream node?")
             return self._decoder.decode(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, OSError):
             return None
         except msgspec.DecodeError as error:
             raise InvalidInput(f"this is no message of a midstream node: {error}") from error
+
+    def abort(self) -> None:
+        """Over at once, also where the other end hangs."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         """What was sent is on its way. May be called twice."""

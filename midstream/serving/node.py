@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 from collections.abc import Coroutine
 from typing import Any
@@ -79,7 +81,7 @@ class Node:
         self._reader = asyncio.create_task(self._read(self._link))
         return await self._welcome
 
-    async def close(self) -> None:
+    async def close(self, error: MidstreamError) -> None:
         """End the processes of this node, and leave. Bounded; may be called twice."""
         if self._is_closing:
             return
@@ -210,3 +212,9 @@ class _Relayed(LocalRank):
     ) -> None:
         self.key = key
         super().__init__(index, node, process, context)
+
+    def say_where(self) -> None:
+        """The owner asks only a rank that is ready."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGUSR1)

@@ -49,8 +49,8 @@ from midstream.engine.process import (
     encode,
     from_core_decoder,
 )
-from midstream.errors import EngineDead, InvalidInput, MidstreamError, NotReady, RankLost, from_wire, to_wire
-from midstream.serving.head import Front, Head, Result
+from midstream.errors import Conflict, EngineDead, InvalidInput, MidstreamError, NotReady, RankLost, from_wire, to_wire
+from midstream.serving.head import Front, Head, RemoteRank, Result
 from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
 from midstream.serving.router import Router
 from midstream.types import RequestIncrement
@@ -157,9 +157,22 @@ class Ranks:
         for one in self._ranks:
             if one.error is not None:  # it was ready, and lost before the others were
                 raise one.error
-        if len({status["weights_id"] for status in statuses}) > 1:
-            raise MidstreamError("the ranks loaded different weights: is the checkpoint being written?")
+        self._check_alike(statuses)
         return merge_status(dict(enumerate(statuses))) if self._coordinator else statuses[0]
+
+    def _check_alike(self, statuses: list[dict[str, Any]]) -> None:
+        """Raises MidstreamError where a rank is not as the first one is; its node is told too, and leaves."""
+        for key, why in (
+            ("weights_id", "the ranks loaded different weights: is it the same checkpoint, is it being written?"),
+            ("max_model_len", "the ranks hold prompts of different lengths: give max_model_len, or the same KV memory"),
+        ):
+            error = MidstreamError(f"{why} ({', '.join(str(status[key])[:12] for status in statuses)} by rank)")
+            others = [i for i, status in enumerate(statuses) if status[key] != statuses[0][key]]
+            for rank in (self._ranks[i] for i in others):
+                if isinstance(rank, RemoteRank):
+                    rank.refuse(error)
+            if others:
+                raise error
 
     def _meet(self) -> str:
         """Address at which the ranks of a lockstep group meet."""
@@ -178,14 +191,13 @@ class Ranks:
         process = EngineProcess(self.config, index, meeting, number, self.config.node_host)
         return LocalRank(index, self, process, self._context)
 
-    async def close(self) -> None:
-        """End every process. Bounded; may be called twice."""
+    async def close(self, error: MidstreamError) -> None:
+        """End every process; ``error`` is why, for who waits. Bounded; may be called twice."""
         if self._is_closing:
             return
         self._is_closing, was_serving = True, self._is_serving
         for task in self._tasks:
             task.cancel()
-        error = EngineDead("the engine was closed")
         for rank in self._ranks:
             rank.fail(error)
         coordinator = self._coordinator
@@ -246,8 +258,10 @@ class Ranks:
         """``front.answered`` gets the result. Raises NotReady, InvalidInput; what can not be encoded raises, and
         nothing was sent."""
         if not self._is_serving and verb == "status" and self._why:
-            return front.answered(op, dict(self._status))
+            return front.answered(op, self.held_status())
         self.check_started()
+        if self._pending is not None and verb == "update_weight_version":
+            raise Conflict(f"there are no weights that could have a label: {self._pending}")
         number = next(self._ops)
         frame = encode(Call(number, verb, arguments))  # a coordinator that has it in its log must be able to send it
         if self._coordinator is None:
@@ -280,19 +294,20 @@ class Ranks:
     def forget(self, front: Front, request_id: str) -> None:
         """It is over, for its front end too."""
         place = self._requests.get(request_id)
-        if place is not None and place.front is front:  # else it was refused, because it is another one's
+        if place is None or place.front is not front:
+            return  # it was refused, because it is another one's
+        if front is self._front or place.num_left == 0:
             self._remove(request_id)
+        else:  # its name is free once the rank has said the last word: nobody else may take that for theirs
+            self.abort(front, request_id)
+            place.front = None
 
     def leave(self, guest: Front) -> None:
         """It is gone: its requests end. What it has called goes on; a pause that it holds, for as long as its lease."""
         self.guests.discard(guest)
         for name, place in list(self._requests.items()):
             if place.front is guest:
-                if place.num_left == 0:
-                    self._remove(name)
-                else:  # its name is free once the rank has said the last word: nobody else may take that for theirs
-                    self.abort(guest, name)
-                    place.front = None
+                self.forget(guest, name)
 
     def _remove(self, request_id: str) -> None:
         place = self._requests.pop(request_id)
@@ -313,6 +328,7 @@ class Ranks:
                     self._remove(increment.parent_id)
         for name, error in refused:
             if (place := self._requests.get(name)) is not None:
+                place.num_left = 0
                 if place.front is not None:
                     parts.setdefault(place.front, ([], []))[1].append((name, error))
                 else:
@@ -377,18 +393,29 @@ class Ranks:
             is_commit = result["number"] > self._version["number"]
             if is_commit:
                 self._pending = None
-            if is_commit or verb in ("finish_weight_update", "update_weights", "update_weight_version"):
+            if is_commit or verb in ("finish_weight_update", "update_weights"):
                 self._version = {key: result[key] for key in self._version}
+            elif verb == "update_weight_version":
+                self._version["version"] = result["version"]
+
+    def held_status(self) -> dict[str, Any]:
+        """The last status that is known, with what holds since; while the ranks can not be asked."""
+        held = {} if self._is_serving else {"state": "starting", **(self._pause or {})}
+        return self._described({**self._status, **held, **self._version})
 
     def _described(self, status: dict[str, Any]) -> dict[str, Any]:
         """``status`` with the ranks that do not serve, and why."""
-        if self._pending is not None:
-            status = {**status, "state": "pending_weights", "why": self._pending}
         if self._coordinator is None:
             return status
+        is_pending = self._pending is not None and self._is_serving
+        if is_pending:
+            status = {**status, "state": "pending_weights", "why": self._pending, **self._version}
         status = {**status, "lease_left_s": self._coordinator.lease_left_s(time.monotonic())}
         by_rank = {rank: {"rank": rank, "state": "starting", "why": "it joins"} for rank in range(len(self._ranks))}
         by_rank |= {entry["rank"]: entry for entry in status["ranks"]}
+        if is_pending:
+            waits = {"state": "pending_weights", "why": self._pending}
+            by_rank = {rank: {**entry, **waits} for rank, entry in by_rank.items()}
         by_rank |= {rank: {"rank": rank, "state": state, "why": why} for rank, (state, why) in self._why.items()}
         return {**status, "ranks": [by_rank[rank] for rank in sorted(by_rank)]}
 
@@ -521,11 +548,17 @@ class Ranks:
         """A rank is gone, is silent, or has said that it goes."""
         if rank.is_over or self._is_closing:
             return
+        told_by = rank
         if isinstance(error, RankLost):  # it lost another one
             gone = max(self._ranks, key=lambda one: (one.exit_code is not None, one.num_silent))
             is_known = gone is not rank and (gone.exit_code is not None or gone.num_silent > 0)
-            which = f"rank {gone.index}" if is_known else "a rank"
-            lost: MidstreamError = EngineDead(f"{which} was lost: {error.message}")
+            if not is_known:
+                lost: MidstreamError = EngineDead(f"a rank was lost: {error.message}")
+            else:
+                code = gone.exit_code
+                how = error.message if code is None else f"its process ended (exit code {code})"
+                lost = EngineDead(f"rank {gone.index} was lost: {how}", rank=gone.index)
+                rank, error = gone, EngineDead(how)
         elif isinstance(error, EngineDead):
             what = (
                 f"rank {rank.index} was lost: {error.message}"
@@ -535,8 +568,9 @@ class Ranks:
             lost = EngineDead(f"{what}; start a new one" if not self.config.elastic else what, rank=rank.index)
         else:
             lost = error
-        rank.is_over = True
-        rank.fail(lost)
+        for one in (told_by, rank):
+            one.is_over = True
+            one.fail(lost)
         coordinator = self._coordinator
         if not self._is_serving:
             return  # whoever starts it has heard it
@@ -578,16 +612,18 @@ class Ranks:
             task.cancel()
         self._replacing.clear()
         self._status = {**self._status, "state": "starting", "why": reason}
-        last: Exception | None = None
+        last = ""
         for _ in range(_TRIES):
             await self._end_all(_LEAVE_S)
+            if self._head is not None:
+                await self._head.wait_for_ranks()
             if self._is_closing:
                 return
             try:
                 status = await asyncio.wait_for(self._start_all(int(self._version["number"])), START_TIMEOUT_S)
                 await self._restore(status, reason)
             except (MidstreamError, OSError) as error:
-                last = error
+                last = str(error) or f"it did not start within {START_TIMEOUT_S:g} s"
                 continue
             self._is_serving, self._why = True, {}
             self.router.ranks = set(range(len(self._ranks)))
@@ -618,6 +654,8 @@ class Ranks:
         index = rank.index
         for _ in range(_TRIES):
             await rank.end(_LEAVE_S)
+            if self._head is not None:
+                await self._head.wait_for_ranks([index])
             if not self._is_wanted(index):
                 return
             try:
@@ -625,7 +663,8 @@ class Ranks:
                 await asyncio.wait_for(asyncio.shield(rank.ready), START_TIMEOUT_S)
                 await self._join(rank, reason)
             except (MidstreamError, OSError) as error:
-                self._why[index] = "starting", f"{reason}; the last try failed: {error}"
+                last = str(error) or f"it did not start within {START_TIMEOUT_S:g} s"
+                self._why[index] = "starting", f"{reason}; the last try failed: {last}"
                 continue
             return
         await rank.end(_LEAVE_S)
@@ -670,6 +709,8 @@ class Ranks:
         if not group_status["sleep"]["weights_loaded"]:
             return "the weights of the others"
         own = await self._ask(rank, "status")
+        if own["max_model_len"] != group_status["max_model_len"]:
+            return f"max_model_len {group_status['max_model_len']}; it has {own['max_model_len']}"
         if own["state"] != "running":
             await self._ask(rank, "resume_generation", force=True)
         if own["weights_id"] != group_status["weights_id"]:

@@ -73,6 +73,28 @@ class CheckerBody(Body):
     baseline: dict[str, str] | None = None
 
 
+class PauseBody(Body):
+    mode: PauseMode | None = None
+    clear_cache: bool | None = None
+    timeout_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    owner: Owner | None = None
+    lease_s: Seconds | None = None
+
+
+class ResumeBody(Body):
+    owner: Owner | None = None
+    force: bool | None = None
+
+
+class SleepBody(Body):
+    level: Annotated[int, Field(ge=0, le=2)] | None = None
+    mode: PauseMode | None = None
+
+
+class WakeBody(Body):
+    tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
+
+
 class ResetCacheBody(Body):
     reset_running_requests: bool | None = None
 
@@ -96,25 +118,39 @@ def make_router(llm: AsyncLLM, engine_ids: Callable[[Iterable[str]], list[str]] 
 
     @router.post("/pause")
     async def pause(
-        mode: PauseMode = "abort",
-        clear_cache: bool = True,
+        mode: PauseMode | None = None,
+        clear_cache: bool | None = None,
         timeout_s: Annotated[float | None, Query(ge=0, le=1e9)] = None,
         owner: Owner | None = None,
         lease_s: Seconds | None = None,
+        body: PauseBody | None = None,
     ) -> dict[str, Any]:
         """Answers when no step runs any more and every output of the steps before is out.
 
+        By default ``mode`` is abort and ``clear_cache`` true; both, and the others, may be in the query or in a body.
         abort: requests end with what they have. wait: they finish first, within ``timeout_s``. keep: they freeze.
         ``clear_cache``: KV is dropped (and, under keep, computed again). ``owner``: only it, or force, undoes this.
         ``lease_s``: the engine resumes by itself after so long, unless the pause is taken again.
         """
-        found = await llm.pause_generation(mode, clear_cache, timeout_s, owner, lease_s)
+        given = body or PauseBody()
+        owner, lease_s = _first(owner, given.owner), _first(lease_s, given.lease_s)
+        found = await llm.pause_generation(
+            _first(mode, given.mode) or "abort",
+            _first(clear_cache, given.clear_cache, True),
+            _first(timeout_s, given.timeout_s),
+            owner,
+            lease_s,
+        )
         return {"status": "paused", **found, "owner": owner, "lease_s": lease_s}
 
     @router.post("/resume")
-    async def resume(owner: Owner | None = None, force: bool = False) -> dict[str, Any]:
+    async def resume(
+        owner: Owner | None = None, force: bool = False, body: ResumeBody | None = None
+    ) -> dict[str, Any]:
         """Go on; a pause in flight is cancelled."""
-        return {"status": "resumed", **await llm.resume_generation(owner, force)}
+        given = body or ResumeBody()
+        done = await llm.resume_generation(_first(owner, given.owner), force or bool(given.force))
+        return {"status": "resumed", **done}
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, Any]:
@@ -190,15 +226,23 @@ def make_router(llm: AsyncLLM, engine_ids: Callable[[Iterable[str]], list[str]] 
         return await llm.reset_prefix_cache(also_running)
 
     @router.post("/sleep")
-    async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort") -> dict[str, Any]:
-        """0: pause. 1: and free the KV cache. 2: and drop the weights. A pause that holds already keeps its mode."""
-        return await llm.sleep(level, mode)
+    async def sleep(
+        level: Annotated[int | None, Query(ge=0, le=2)] = None,
+        mode: PauseMode | None = None,
+        body: SleepBody | None = None,
+    ) -> dict[str, Any]:
+        """0: pause. 1 (the default): and free the KV cache. 2: and drop the weights. A pause that holds already keeps
+        its mode; else it is abort by default."""
+        given = body or SleepBody()
+        return await llm.sleep(_first(level, given.level, 1), _first(mode, given.mode) or "abort")
 
     @router.post("/wake_up")
     async def wake_up(
         tags: Annotated[list[Literal["weights", "kv_cache", "scheduling"]] | None, Query()] = None,
+        body: WakeBody | None = None,
     ) -> dict[str, Any]:
         """Wake all, or what is named. A pause that sleep took ends when all is awake."""
+        tags = _first(tags, body and body.tags)
         return await llm.wake_up([str(tag) for tag in tags] if tags else None)
 
     @router.get("/is_sleeping")
@@ -229,6 +273,11 @@ def make_router(llm: AsyncLLM, engine_ids: Callable[[Iterable[str]], list[str]] 
             raise TimedOut(f"{body.method} did not end within {body.timeout} s; what it began goes on") from error
 
     return router
+
+
+def _first(*values: Any) -> Any:
+    """The first that was given: of the query, the body, a default."""
+    return next((value for value in values if value is not None), None)
 
 
 class WeightRoutes:
