@@ -72,6 +72,15 @@ class _Back:
     received: list[int]
 
 
+def check_experts(num_experts: int, num_ranks: int) -> None:
+    """Raises InvalidInput for more ranks than experts."""
+    if num_experts < num_ranks:
+        raise InvalidInput(
+            f"expert parallel over {num_ranks} ranks needs at least as many experts, the model has {num_experts}: "
+            "start fewer ranks, or do without it"
+        )
+
+
 class GroupAllToAll(AllToAll):
     """Over a group of ranks: rank r of n holds the experts [r E / n, (r + 1) E / n), rounded down, so that any number
     of experts is split; every rank has at least one. For inference: it has no backward.
@@ -81,11 +90,7 @@ class GroupAllToAll(AllToAll):
     """
 
     def __init__(self, group: Group, num_experts: int) -> None:
-        if num_experts < group.size:
-            raise InvalidInput(
-                f"expert parallel over {group.size} ranks needs at least as many experts, the model has {num_experts}: "
-                "start fewer ranks, or do without it"
-            )
+        check_experts(num_experts, group.size)
         borders = [rank * num_experts // group.size for rank in range(group.size + 1)]
         self.group, self.num_experts = group, num_experts
         self.experts = range(borders[group.rank], borders[group.rank + 1])

@@ -132,6 +132,12 @@ class Ranks:
 
     async def start(self) -> dict[str, Any]:
         """Returns the first status of all. Raises what kept one from starting; then :meth:`close`."""
+        if self.config.enable_expert_parallel and self.config.data_parallel_size > 1:
+            from midstream.models.loader import open_checkpoint  # with them comes torch
+            from midstream.parallel.expert import check_experts
+
+            # else each of them would find out, once all had started
+            check_experts(open_checkpoint(self.config.model).config.num_experts, self.config.data_parallel_size)
         if self._head is not None:
             await self._head.open()
         self._status = await self._start_all(0)
