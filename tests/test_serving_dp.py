@@ -449,6 +449,27 @@ def test_a_number_that_clients_have_seen_is_remembered(dense: list[pathlib.Path]
     run(body())
 
 
+def test_an_abort_is_told_also_while_another_rank_hangs(moe: list[pathlib.Path]) -> None:
+    """A server that ends gives its clients what they have."""
+
+    async def body() -> None:
+        async with engine(moe[0], **LOCKSTEP) as llm:
+            tasks = [began(llm, [5, 6], f"r{i}", "ab"[i]) for i in range(2)]
+            for i in range(2):
+                await tokens_of(llm, f"r{i}", 2)
+            await llm.pause_generation("keep")
+            ends, hangs = (tasks[i] for i in sorted(range(2), key=lambda i: llm._engine._requests[f"r{i}"].rank))
+            os.kill(pids(llm)[1], signal.SIGSTOP)
+            aborting = asyncio.create_task(llm.abort_requests())
+            assert (await asyncio.wait_for(ends, BOUND_S)).outputs[0].finish_reason == "abort"
+            assert not hangs.done() and not aborting.done()
+            os.kill(pids(llm)[1], signal.SIGCONT)
+            assert (await asyncio.wait_for(aborting, BOUND_S))["aborted"] == 2
+            await hangs
+
+    run(body())
+
+
 def test_closing_with_a_rank_that_hangs_is_bounded(moe: list[pathlib.Path], sockets: pathlib.Path) -> None:
     async def body() -> None:
         llm = AsyncLLM(str(moe[0]), **OPTIONS, **LOCKSTEP)

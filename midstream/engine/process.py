@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -23,6 +23,9 @@ from midstream.config import EngineConfig
 from midstream.engine.protocol import Fail, Reply
 from midstream.errors import InvalidInput, MidstreamError, from_wire, to_wire
 from midstream.types import RequestIncrement, SamplingParams
+
+if TYPE_CHECKING:
+    from midstream.engine.core import EngineCore
 
 _IDLE_POLL_MS = 1000
 _WAITING_POLL_MS = 20
@@ -107,7 +110,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """One message per turn at most. Increments come before the answers that refer to them."""
+    """One message per turn at most, in a lockstep group two. Increments come before the answers that refer to them."""
 
     increments: list[RequestIncrement]
     answers: list[Answer]
@@ -277,12 +280,10 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                 case Shutdown():
                     core.close()
                     return
+        if group is not None:
+            _tell(socket, core)  # what an abort ended, say: a vote may wait for a rank that hangs
         ran = core.step()
-        outputs = core.take_outputs()
-        if outputs.increments or outputs.failed or outputs.replies or outputs.prepared or outputs.due is not None:
-            refused = [(request_id, to_wire(error)) for request_id, error in outputs.failed]
-            answers = [_answer(reply) for reply in outputs.replies]
-            socket.send(encode(Outputs(outputs.increments, answers, refused, outputs.prepared, outputs.due)))
+        _tell(socket, core)
         if core.is_over:
             core.close()
             return
@@ -294,6 +295,15 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                 if ready == wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(wake)
+
+
+def _tell(socket: zmq.Socket[bytes], core: EngineCore) -> None:
+    """What is new, in one message."""
+    outputs = core.take_outputs()
+    if outputs.increments or outputs.failed or outputs.replies or outputs.prepared or outputs.due is not None:
+        refused = [(request_id, to_wire(error)) for request_id, error in outputs.failed]
+        answers = [_answer(reply) for reply in outputs.replies]
+        socket.send(encode(Outputs(outputs.increments, answers, refused, outputs.prepared, outputs.due)))
 
 
 def _answer(reply: Reply | Fail) -> Answer:
