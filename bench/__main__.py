@@ -86,8 +86,9 @@ def table(found: list[dict[str, Any]]) -> Table:
         what = f"{sign} {asked:g}{'×' if line['of'] == 'ratio' else ''}" if asked is not None else ""
         numbers = ["" if line[key] is None else f"{line[key]:,.4g}" for key in ("value", "reference", "ratio")]
         met = {True: "yes", False: "[red]NO[/]", None: ""}[line.get("met")]
-        share = f"{line['disturbed']:.0%}"
-        marked = f"[red]{share}[/]" if line["disturbed"] > QUIET else share
+        disturbed = line.get("disturbed")  # steps that are counted are not disturbed
+        share = "" if disturbed is None else f"{disturbed:.0%}"
+        marked = f"[red]{share}[/]" if (disturbed or 0.0) > QUIET else share
         shown.add_row(line["name"], numbers[0], line["unit"], *numbers[1:], what, met, marked)
     return shown
 

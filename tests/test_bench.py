@@ -81,7 +81,8 @@ def test_results_replace_those_of_their_name(tmp_path: pathlib.Path) -> None:
 
 def test_the_table_shows_every_figure() -> None:
     lines = [figure("a", 1.0, "s", at_most=4.0, disturbed=0.5), figure("b", 1.0, "ms", 2.0, disturbed=0.0)]
-    assert table(lines).row_count == 2
+    lines.append(figure("counted", 3, "steps"))
+    assert table(lines).row_count == 3
 
 
 def test_every_benchmark_has_its_module() -> None:
