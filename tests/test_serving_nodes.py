@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import write_checkpoint
-from cores import TINY
 from engines import LONG, SHORT, collect, run, tokens_of
 from midstream.engine.process import Add
 from midstream.errors import Conflict, EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
@@ -28,18 +26,6 @@ OPTIONS: dict[str, Any] = {"num_blocks": 128, "num_threads": 1, "max_num_seqs": 
 LOCKSTEP: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 REPLICAS: dict[str, Any] = {"data_parallel_size": 2}
 BOUND_S = 6.0
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> list[pathlib.Path]:
-    at = tmp_path_factory.mktemp("dense")
-    return [write_checkpoint(at / f"w{seed}", "llama", seed, **TINY) for seed in range(2)]
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> list[pathlib.Path]:
-    at = tmp_path_factory.mktemp("moe")
-    return [write_checkpoint(at / f"w{seed}", "qwen3-moe", seed) for seed in range(2)]
 
 
 @pytest.fixture

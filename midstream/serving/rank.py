@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import zmq
@@ -35,7 +36,7 @@ class Listener(Protocol):
         """Its process has ended; what it said before that has been heard, or is on its way."""
 
 
-class Rank:
+class Rank(ABC):
     """One that is started again is another object. Subclasses say how its process is reached."""
 
     def __init__(self, index: int, listener: Listener) -> None:
@@ -55,24 +56,25 @@ class Rank:
         self._listener = listener
 
     @property
+    @abstractmethod
     def exit_code(self) -> int | None:
         """None while it runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def post(self, frame: bytes) -> None:
         """Without waiting: the queue is unbounded, and to a core that is gone there is nothing to wait for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def say_where(self) -> None:
         """Have it write on its standard error what its threads are doing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
-        raise NotImplementedError
+        """At once; ``ended`` follows."""
 
+    @abstractmethod
     async def clear(self) -> None:
         """Leave nothing of it. May be called twice."""
-        raise NotImplementedError
 
     def fail(self, error: MidstreamError) -> None:
         """Nothing that it was asked will be answered."""
