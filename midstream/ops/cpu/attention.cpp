@@ -10,14 +10,19 @@
 #include <cstddef>
 #include <vector>
 
+#include "jobs.h"
 #include "rope.h"
 
 namespace {
 
-template <int LEVEL = 3>  // 3: to the nearest cache, 2: to the one behind it, which waits for more lines at a time
 inline void prefetch(const void* p, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, LEVEL);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i);
 }
+
+// Rows that compute less in the time of a line's way from memory: with each line of their own they fetch one of what is
+// read after it, into the second cache, which waits for more lines at a time than the first one.
+constexpr int FEW = 6;
+template <int ROWS> inline void fetch(const void* line) { if (ROWS <= FEW) __builtin_prefetch(line, 0, 2); }
 
 template <typename T>
 struct Shape {
@@ -25,18 +30,25 @@ struct Shape {
   const int32_t* table;
   int K, head, F, S;
   float scale;
+  const Shape* next;  // what its thread reads afterwards; null: nothing
+  int shift;          // from a block to the one of the next job that is as far from the end of its context
   const T* key(int block) const { return keys + (int64_t(table[block]) * K + head) * F * S; }
   const T* value(int block) const { return values + (int64_t(table[block]) * K + head) * F * S; }
+  const T* next_key(int b) const { return next && b + shift >= 0 ? next->key(b + shift) : key(b); }
+  const T* next_value(int b) const { return next && b + shift >= 0 ? next->value(b + shift) : value(b); }
 };
 
-// Scores of ROWS queries [ROWS, F] for LANES * L tokens, which may lie in several blocks: k[i] points to lane group i.
+// Scores of ROWS queries [ROWS, F] for LANES * L tokens, which may lie in several blocks: k[i] points to lane group i,
+// next[i] to one of the next job.
 template <typename T, int ROWS, int LANES>
-inline void products(float* const* scores, const T* q, const T* const* k, int F, int S, float scale) {
+inline void products(float* const* scores, const T* q, const T* const* k, const T* const* next, int F, int S,
+                     float scale) {
   constexpr int P = Pair<T>::P;
   vec sum[ROWS][LANES] = {};
   for (int f = 0; f < F; f += P) {
     typename Pair<T>::wide keys[LANES];
     for (int i = 0; i < LANES; ++i) keys[i] = Pair<T>::get(k[i] + f * S);
+    for (int i = 0; i < LANES; ++i) fetch<ROWS>(next[i] + f * S);
     for (int r = 0; r < ROWS; ++r) {
       auto query = Pair<T>::spread(q + r * F + f);
       for (int i = 0; i < LANES; ++i) Pair<T>::add(sum[r][i], keys[i], query);
@@ -54,12 +66,16 @@ void score(float* const* scores, const T* q, const Shape<T>& at, int first, int 
   float* to[ROWS];
   for (int g = 0; g < groups;) {
     for (int r = 0; r < ROWS; ++r) to[r] = scores[r] + g * L;
-    const T* k[LANES];
+    const T *k[LANES], *next[LANES];
     const int n = groups - g < LANES ? 1 : LANES;
-    for (int i = 0; i < n; ++i) k[i] = at.key(first + (g + i) / per_block) + (g + i) % per_block * L * P;
+    for (int i = 0; i < n; ++i) {
+      const int block = first + (g + i) / per_block, lane = (g + i) % per_block * L * P;
+      k[i] = at.key(block) + lane;
+      next[i] = at.next_key(block) + lane;
+    }
     if (g + n < groups) prefetch(at.key(first + (g + n) / per_block), size_t(at.F) * at.S * sizeof(T));
-    if (n == LANES) products<T, ROWS, LANES>(to, q, k, at.F, at.S, at.scale);
-    else products<T, ROWS, 1>(to, q, k, at.F, at.S, at.scale);
+    if (n == LANES) products<T, ROWS, LANES>(to, q, k, next, at.F, at.S, at.scale);
+    else products<T, ROWS, 1>(to, q, k, next, at.F, at.S, at.scale);
     g += n;
   }
 }
@@ -97,11 +113,12 @@ void softmax(Row& row, T* p, float* scores, int valid, int span) {
 
 // sum [ROWS][WIDTH * L] += p over tokens [from, to) of one block; ``from`` and ``to`` multiples of P.
 template <typename T, int ROWS, int WIDTH>
-inline void weigh(vec (&sum)[ROWS][WIDTH], const T* const* p, const T* v, int F, int from, int to) {
+inline void weigh(vec (&sum)[ROWS][WIDTH], const T* const* p, const T* v, const T* next, int F, int from, int to) {
   constexpr int P = Pair<T>::P;
   for (int t = from; t < to; t += P) {
     typename Pair<T>::wide values[WIDTH];
     for (int w = 0; w < WIDTH; ++w) values[w] = Pair<T>::get(v + t * F + w * L * P);
+    for (int w = 0; w < WIDTH; ++w) fetch<ROWS>(next + t * F + w * L * P);
     for (int r = 0; r < ROWS; ++r) {
       auto weight = Pair<T>::spread(p[r] + t);
       for (int w = 0; w < WIDTH; ++w) Pair<T>::add(sum[r][w], values[w], weight);
@@ -123,7 +140,7 @@ void combine(float* sums, const Row* rows, const T* p, int stride, const int* va
   for (int b = first; b < whole; ++b) {
     if (f == 0 && b + 1 < end) prefetch(at.value(b + 1), size_t(at.F) * at.S * sizeof(T));
     for (int r = 0; r < ROWS; ++r) from[r] = p + r * stride + (b - first) * at.S;
-    weigh<T, ROWS, WIDTH>(sum, from, at.value(b) + f * P, at.F, 0, at.S);
+    weigh<T, ROWS, WIDTH>(sum, from, at.value(b) + f * P, at.next_value(b) + f * P, at.F, 0, at.S);
   }
   for (int r = 0; r < ROWS; ++r) {
     for (int b = whole; b < end; ++b) {
@@ -131,7 +148,7 @@ void combine(float* sums, const Row* rows, const T* p, int stride, const int* va
       const T* own[1] = {p + r * stride + (b - first) * at.S};
       vec part[1][WIDTH];
       for (int w = 0; w < WIDTH; ++w) part[0][w] = sum[r][w];
-      weigh<T, 1, WIDTH>(part, own, at.value(b) + f * P, at.F, 0, n / P * P);
+      weigh<T, 1, WIDTH>(part, own, at.value(b) + f * P, at.next_value(b) + f * P, at.F, 0, n / P * P);
       if (n % P) {
         T row[WIDTH * L * P];
         std::memcpy(row, at.value(b) + f * P + (n - 1) * at.F, sizeof row);
@@ -146,7 +163,7 @@ void combine(float* sums, const Row* rows, const T* p, int stride, const int* va
 }
 
 constexpr int MAX_ROWS = 12;
-constexpr int AHEAD = 8;     // blocks of the next request
+constexpr int RUN = 4;  // jobs that a thread takes at a time
 constexpr int CHUNK = 512;  // tokens whose keys, scores and values stay in the caches near the core
 
 // Blocks [first, end) of the context for ROWS queries of one kv head whose tokens lie in the same block.
@@ -207,6 +224,7 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
   }
   const int64_t count = int64_t(jobs.size()) * K;
   const int chunk = S < CHUNK ? CHUNK / S : 1;  // blocks; fixed, so a row's sums begin and end at the same positions
+  std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
   {
     const size_t rows = size_t(most) * G, scratch = size_t(MAX_ROWS) * chunk * S;
@@ -214,18 +232,14 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
     std::vector<T> p(scratch), queries(rows * F);
     std::vector<Row> states(rows);
     std::vector<int> valid(rows);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t i = 0; i < count; ++i) {
-      if (i + 1 < count) {  // what the next job will read last, and nobody has read before, comes meanwhile
-        const Job& next = jobs[(i + 1) / K];
-        const Shape<T> to{k, v, tables + int64_t(next.request) * table_stride, K, int((i + 1) % K), F, S, scale};
-        for (int b = next.position / S, first = b - AHEAD; b > first && b >= 0; --b) {
-          prefetch<2>(to.key(b), size_t(F) * S * sizeof(T));
-          prefetch<2>(to.value(b), size_t(F) * S * sizeof(T));
-        }
-      }
+    const auto shape = [&](int64_t i, const Shape<T>* next, int shift) {
+      const int32_t* table = tables + int64_t(jobs[i / K].request) * table_stride;
+      return Shape<T>{k, v, table, K, int(i % K), F, S, scale, next, shift};
+    };
+    for (Turn turn(taken, count, RUN); turn.job < count; turn.advance()) {
+      const int64_t i = turn.job;
       const Job& job = jobs[i / K];
-      const int head = int(i % K), n = job.count * G;
+      const int head = int(i % K), n = job.count * G, blocks = job.position / S + 1;
       auto place = [&](int r) { return (int64_t(job.token + r / G) * H + head * G + r % G) * F; };
       for (int r = 0; r < n; ++r) {
         std::memcpy(&queries[size_t(r) * F], q + place(r), F * sizeof(T));
@@ -233,8 +247,8 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
         states[r] = Row();
       }
       std::memset(sums.data(), 0, size_t(n) * F * sizeof(float));
-      const Shape<T> at{k, v, tables + int64_t(job.request) * table_stride, K, head, F, S, scale};
-      const int blocks = job.position / S + 1;
+      const int64_t then = turn.next < count ? turn.next : i;
+      const Shape<T> next = shape(then, nullptr, 0), at = shape(i, &next, jobs[then / K].position / S + 1 - blocks);
       for (int b = 0; b < blocks; b += chunk)
         attend_rows<T>(n, sums.data(), states.data(), queries.data(), valid.data(), at, b,
                        b + chunk < blocks ? b + chunk : blocks, scores.data(), p.data());
