@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from engines import LONG, SHORT, collect, run, tokens_of
-from midstream.engine.process import Outputs
 from midstream.errors import Conflict, EngineDead, EnginePaused, InvalidInput, MidstreamError, NotReady, TimedOut
 from midstream.serving.async_llm import AsyncLLM
 from midstream.types import RequestIncrement, RequestOutput, SamplingParams, WeightVersionSpan
@@ -68,6 +67,11 @@ def serves(status: dict[str, Any]) -> bool:
 def pids(llm: AsyncLLM) -> list[int]:
     ranks = llm._engine
     return [ranks[i].process.pid for i in range(len(ranks))]
+
+
+def at(llm: AsyncLLM, name: str) -> int:
+    """The rank of a request."""
+    return llm._engine.requests.rank_of(name, llm._front)
 
 
 def is_alive(pid: int) -> bool:
@@ -144,7 +148,7 @@ def test_replicas_give_one_ranks_tokens_and_take_calls_as_one(dense: list[pathli
             for i in range(2):  # a session stays where it is, whatever the load
                 streams = [began(llm, [5], f"s{i}{k}", "s") for k in range(3)]
                 await tokens_of(llm, f"s{i}2", 1)
-                assert len({llm._engine._requests[f"s{i}{k}"].rank for k in range(3)}) == 1
+                assert len({at(llm, f"s{i}{k}") for k in range(3)}) == 1
                 await llm.abort_requests()
                 await asyncio.gather(*streams)
 
@@ -425,12 +429,12 @@ def test_a_number_that_clients_have_seen_is_remembered(dense: list[pathlib.Path]
         async with engine(dense[0], **REPLICAS) as llm:
             await llm.pause_generation("keep", timeout_s=5)
             await llm.weight_checker("reset")
-            assert llm._engine._version["number"] == 1 and llm._engine._version["weights_id"]
-            assert llm._engine._pause is not None and "timeout_s" not in llm._engine._pause
+            assert llm._engine.held.version["number"] == 1 and llm._engine.held.version["weights_id"]
+            assert llm._engine.held.pause is not None and "timeout_s" not in llm._engine.held.pause
             span = WeightVersionSpan("seven", 7, 0, 1)
             increment = RequestIncrement("x", 0, [], [span], 0)
-            llm._engine._note_numbers(Outputs([increment], [], []))
-            assert llm._engine._version == {"number": 7, "version": "seven", "weights_id": ""}
+            llm._engine.held.note_numbers([increment])
+            assert llm._engine.held.version == {"number": 7, "version": "seven", "weights_id": ""}
 
     run(body())
 
@@ -444,7 +448,7 @@ def test_an_abort_is_told_also_while_another_rank_hangs(moe: list[pathlib.Path])
             for i in range(2):
                 await tokens_of(llm, f"r{i}", 2)
             await llm.pause_generation("keep")
-            ends, hangs = (tasks[i] for i in sorted(range(2), key=lambda i: llm._engine._requests[f"r{i}"].rank))
+            ends, hangs = (tasks[i] for i in sorted(range(2), key=lambda i: at(llm, f"r{i}")))
             os.kill(pids(llm)[1], signal.SIGSTOP)
             aborting = asyncio.create_task(llm.abort_requests())
             assert (await asyncio.wait_for(ends, BOUND_S)).outputs[0].finish_reason == "abort"
@@ -549,7 +553,7 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(dense: list[pathlib.P
             stays, goes = began(llm, [5, 6], "stays", "a"), began(llm, [5, 6], "goes", "b")
             await tokens_of(llm, "stays", 2)
             await tokens_of(llm, "goes", 2)
-            gone = llm._engine._requests["goes"].rank
+            gone = at(llm, "goes")
             start = time.monotonic()
             os.kill(pids(llm)[gone], signal.SIGKILL)
             with pytest.raises(EngineDead, match=f"rank {gone} was lost"):
@@ -565,7 +569,7 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(dense: list[pathlib.P
             print(f"a replica is back after {time.monotonic() - start:.1f} s")
             both = [began(llm, [5, 6], f"n{i}", f"new{i}") for i in range(2)]
             await tokens_of(llm, "n1", 1)
-            assert {llm._engine._requests[f"n{i}"].rank for i in range(2)} == {0, 1}
+            assert {at(llm, f"n{i}") for i in range(2)} == {0, 1}
             assert [look(o) for o in await asyncio.gather(*both)] == [look(straight)] * 2
             assert (await llm.pause_generation("abort"))["paused"], "it takes part in what the group agrees"
         assert not list(sockets.iterdir())
@@ -591,7 +595,7 @@ def test_case_119_a_replica_started_again_serves_only_the_groups_weights(
             assert "update-" in status["ranks"][1]["why"] and status["number"] == 3
             held = began(llm, [5, 6], "held", "x", SHORT)
             await until(lambda s: s["held"] == 1, llm)
-            assert llm._engine._requests["held"].rank == 0, "nothing is routed to it"
+            assert at(llm, "held") == 0, "nothing is routed to it"
             await llm.abort_weight_update()
             status = await until(serves, llm)
             own = ("state", "number", "version")

@@ -190,7 +190,7 @@ def test_requests_are_known_by_their_front_end(dense: list[pathlib.Path], addres
             assert status["running"] + status["waiting"] == 0
             assert look(await collect(c, [5, 6], LONG, request_id="z")) == expected
             await c.is_paused()  # behind what it had to say of its request
-            assert not a._engine._requests and not a._engine._calls
+            assert not a._engine.requests and not a._engine._calls
 
     run(body())
 
@@ -429,9 +429,9 @@ def test_nothing_is_left_of_a_front_end_that_goes_after_its_rank(dense: list[pat
             await a.resume_generation()
             ranks.leave(silent)
             async with asyncio.timeout(BOUND_S):
-                while ranks._requests:
+                while ranks.requests:
                     await asyncio.sleep(0.01)
-            assert sum(ranks.router.num_live) == 0
+            assert sum(ranks.requests.router.num_live) == 0
 
     run(body())
 

@@ -92,7 +92,7 @@ async def both(engine: Background, params: SamplingParams, prompt: list[int]) ->
 
 def sessions(engine: Background) -> list[str]:
     """A session of each rank."""
-    router = engine.llm._engine.router
+    router = engine.llm._engine.requests.router
     names = [f"session {i}" for i in range(2)]
     for rank, name in enumerate(names):
         router.begin(1 - rank, 1)

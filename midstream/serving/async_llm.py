@@ -22,7 +22,8 @@ from midstream.models.hub import located
 from midstream.serving.head import Front
 from midstream.serving.node import Node
 from midstream.serving.outputs import OutputBuilder, Prompt, core_params, prompt_ids
-from midstream.serving.ranks import START_TIMEOUT_S, Ranks
+from midstream.serving.ranks import Ranks
+from midstream.serving.restart import START_TIMEOUT_S
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestIncrement, RequestOutput, SamplingParams
 
