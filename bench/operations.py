@@ -11,13 +11,12 @@ the median of all is judged, the worst is a field. At most one step: the engine 
 
 **resume to the next token** is from the call of ``resume_generation`` to the first new token of any stream. No token
 can come before a whole step has run, so one step is the least that is possible; the call's way to the engine, and the
-token's way back, are on top of it. ``round_trip_ms`` is what such a way takes, by a call that only asks. What is judged
-is 1.25 steps: one for the step itself, a quarter for the way.
+token's way back, are on top of it. ``round_trip_ms`` is what such a way takes, by a call that only asks.
 
 **resume after clear_cache=True** is from the call to the first new token of every one of the 32 streams, whose KV must
 be computed again. The reference is a prefill of as many tokens: 32 fresh prompts, as long as what the streams held,
 sent while the engine is paused, and then the same call and the same wait. ``first_ratio`` is the same quotient for the
-first new token of any stream. The medians of several are compared.
+first new token of any stream. Of several such pairs the one with the median ratio counts.
 """
 
 from __future__ import annotations
@@ -124,6 +123,8 @@ async def found_by(client: Client, stream: Stream, log: pathlib.Path, pauses: in
         await client.is_paused()
         found["ask"].append(time.perf_counter() - start)
         found["resume"].append((await timed_resume(client, flow))[0])
+    await flow.end()
+    flow = Flow(stream, fresh([PROMPT_TOKENS] * STREAMS))
     for _ in range(clears):
         await flow.grown(list(flow.counts), STEPS_BETWEEN)
         await client.pause_generation("keep", clear_cache=True)
@@ -183,7 +184,7 @@ async def served(model: str, log: pathlib.Path, pauses: int, clears: int) -> dic
             return await found_by(client, stream, log, pauses, clears)
 
 
-def figures(model: str, pauses: int = 12, clears: int = 4) -> Iterator[dict[str, Any]]:
+def figures(model: str, pauses: int = 24, clears: int = 8) -> Iterator[dict[str, Any]]:
     for where, run in (("offline", offline), ("server", served)):
         with tempfile.TemporaryDirectory() as folder:
 
@@ -194,6 +195,8 @@ def figures(model: str, pauses: int = 12, clears: int = 4) -> Iterator[dict[str,
             found, disturbed = measured(turn)
         ms = {name: median(times) * 1e3 for name, times in found.items() if name != "step"}
         step = found["step"] * 1e3
+        pairs = sorted(zip(found["again"], found["fresh"], strict=True), key=lambda pair: pair[0] / pair[1])
+        again, fresh = pairs[len(pairs) // 2]
         name = f"pause(keep) with {STREAMS} in flight, {where}"
         worst = {n: round(max(found[n]) * 1e3, 3) for n in ("pause", "resume")}
         yield figure(
@@ -204,7 +207,7 @@ def figures(model: str, pauses: int = 12, clears: int = 4) -> Iterator[dict[str,
             ms["resume"],
             "ms",
             step,
-            at_most=1.25,
+            at_most=1.0,
             of="ratio",
             worst_ms=worst["resume"],
             round_trip_ms=round(ms["ask"], 3),
@@ -212,9 +215,9 @@ def figures(model: str, pauses: int = 12, clears: int = 4) -> Iterator[dict[str,
         )
         yield figure(
             f"resume after clear_cache against a prefill, {where}",
-            ms["again"],
+            again * 1e3,
             "ms",
-            ms["fresh"],
+            fresh * 1e3,
             at_most=1.1,
             of="ratio",
             first_ratio=round(ms["again_1"] / ms["fresh_1"], 3),

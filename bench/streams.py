@@ -88,7 +88,7 @@ def offline_s(llm: LLM, seed: int, tokens: int) -> float:
     return seconds
 
 
-def figures(model: str, repeats: int = 5, tokens: int = OUTPUT_TOKENS) -> Iterator[dict[str, Any]]:
+def figures(model: str, repeats: int = 9, tokens: int = OUTPUT_TOKENS) -> Iterator[dict[str, Any]]:
     number = STREAMS
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": number, "num_blocks": 2048}
     flags = ["--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", str(number)]

@@ -546,7 +546,9 @@ def test_case_089_the_deadlock_of_the_seed(
 # -- loss, and with elastic the service comes back --------------------------------------------------------------------
 
 
-def test_a_lost_replica_comes_back_while_the_other_goes_on(dense: list[pathlib.Path], sockets: pathlib.Path) -> None:
+def test_a_lost_replica_comes_back_while_the_other_goes_on(
+    dense: list[pathlib.Path], sockets: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def body() -> None:
         async with engine(dense[0], **REPLICAS, elastic=True) as llm:
             straight = await collect(llm, [5, 6], LONG)
@@ -573,6 +575,9 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(dense: list[pathlib.P
             assert [look(o) for o in await asyncio.gather(*both)] == [look(straight)] * 2
             assert (await llm.pause_generation("abort"))["paused"], "it takes part in what the group agrees"
         assert not list(sockets.iterdir())
+        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("midstream: ")]
+        ended = f"midstream: rank {gone} was lost: its process ended (exit code -9)"
+        assert said == [f"{ended}; it is started again", f"midstream: rank {gone} serves again"]
 
     run(body())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Restart:
     async def _all(self, reason: str) -> None:
         ranks, held = self._ranks, self._held
         held.status = {**held.status, "state": "starting", "why": reason}
+        _tell(f"{reason}; all ranks are started again")
         last = ""
         for _ in range(_TRIES):
             await ranks.end_all(LEAVE_S)
@@ -59,8 +61,10 @@ class Restart:
                 await self._restore(status, reason)
             except (MidstreamError, OSError) as error:
                 last = str(error) or f"it did not start within {START_TIMEOUT_S:g} s"
+                _tell(f"the ranks could not be started: {last}")
                 continue
             held.is_serving, held.why = True, {}
+            _tell(held.pending or "all ranks serve again")
             ranks.requests.router.ranks = set(range(len(ranks)))
             ranks.announce()
             return
@@ -94,6 +98,7 @@ class Restart:
 
     async def _one(self, rank: Rank, reason: str) -> None:
         ranks, why, index = self._ranks, self._held.why, rank.index
+        _tell(f"{reason}; it is started again")
         for _ in range(_TRIES):
             await rank.end(LEAVE_S)
             if ranks.head is not None:
@@ -107,8 +112,10 @@ class Restart:
             except (MidstreamError, OSError) as error:
                 last = str(error) or f"it did not start within {START_TIMEOUT_S:g} s"
                 why[index] = "starting", f"{reason}; the last try failed: {last}"
+                _tell(f"rank {index} could not be started: {last}")
                 continue
             return
+        _tell(f"rank {index} is given up")
         await rank.end(LEAVE_S)
         why[index] = "lost", why[index][1]
 
@@ -135,6 +142,7 @@ class Restart:
                 if waits_for is None and coordinator.join(rank.index, position):
                     why.pop(rank.index, None)
                     ranks.requests.router.ranks.add(rank.index)
+                    _tell(f"rank {rank.index} serves again")
                     return
                 if waits_for is not None:
                     why[rank.index] = "pending_weights", f"{reason}; it waits for {waits_for}"
@@ -173,3 +181,8 @@ class Restart:
         version_ = {"number": group_status["number"], "version": group_status["version"]}
         await ask(rank, "adopt", position=position, **version_)
         return None
+
+
+def _tell(what: str) -> None:
+    """Whoever watches the engine's standard error."""
+    print(f"midstream: {what}", file=sys.stderr, flush=True)
