@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import io
 import os
 import pathlib
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -546,10 +549,21 @@ def test_case_089_the_deadlock_of_the_seed(
 # -- loss, and with elastic the service comes back --------------------------------------------------------------------
 
 
+class Unwritable(io.StringIO):
+    """Standard error whose reader has gone, as with ``2>&1 | head``."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads this")
+
+
 def test_a_lost_replica_comes_back_while_the_other_goes_on(
-    dense: list[pathlib.Path], sockets: pathlib.Path, capfd: pytest.CaptureFixture[str]
+    dense: list[pathlib.Path],
+    sockets: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
+        monkeypatch.setattr(sys, "stderr", Unwritable())
         async with engine(dense[0], **REPLICAS, elastic=True) as llm:
             straight = await collect(llm, [5, 6], LONG)
             stays, goes = began(llm, [5, 6], "stays", "a"), began(llm, [5, 6], "goes", "b")
@@ -575,7 +589,7 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(
             assert [look(o) for o in await asyncio.gather(*both)] == [look(straight)] * 2
             assert (await llm.pause_generation("abort"))["paused"], "it takes part in what the group agrees"
         assert not list(sockets.iterdir())
-        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("midstream: ")]
+        said = [message for message in caplog.messages if message.startswith("midstream: ")]
         ended = f"midstream: rank {gone} was lost: its process ended (exit code -9)"
         assert said == [f"{ended}; it is started again", f"midstream: rank {gone} serves again"]
 
@@ -621,9 +635,14 @@ def test_case_119_a_replica_started_again_serves_only_the_groups_weights(
 
 @pytest.mark.parametrize("kind", ["lockstep", "replicas"])
 def test_all_ranks_lost_start_again_whole_and_wait_for_the_current_weights(
-    dense: list[pathlib.Path], moe: list[pathlib.Path], sockets: pathlib.Path, kind: str
+    dense: list[pathlib.Path],
+    moe: list[pathlib.Path],
+    sockets: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     models, options = (moe, LOCKSTEP) if kind == "lockstep" else (dense, REPLICAS)
+    monkeypatch.setattr(sys, "stderr", Unwritable())
 
     async def lose(llm: AsyncLLM) -> None:
         for pid in pids(llm)[: 1 if kind == "lockstep" else 2]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import secrets
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
@@ -47,6 +47,8 @@ from midstream.types import (
 )
 from midstream.weights.manifest import weights_id
 from midstream.weights.session import UpdateSession
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -233,7 +235,7 @@ class EngineCore:
         except MidstreamError as error:
             self.fail(op, error)
         except (TypeError, ValueError, AttributeError, KeyError) as error:  # an argument of a shape no handler expects
-            traceback.print_exc()
+            _log.exception("midstream: %s failed", verb)
             self.fail(op, InvalidInput(f"{verb}: {type(error).__name__}: {error}"))
 
     @property
@@ -331,7 +333,7 @@ class EngineCore:
             if self.worker.is_collective:
                 raise  # the group ends as one
             # Its requests are over; the engine, and everyone who was not in this step, goes on.
-            traceback.print_exc()
+            _log.exception("midstream: a step failed")
             reason = MidstreamError(f"the step failed: {type(error).__name__}: {error}")
             parents = [self.scheduler.live[r.request_id].parent_id for r in plan.requests]
             ended = self.scheduler.end(parents, RequestStatus.FINISHED_ERROR)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from midstream.types import RequestIncrement, SamplingParams
 if TYPE_CHECKING:
     from midstream.engine.core import EngineCore
 
+_log = logging.getLogger(__name__)
 _IDLE_POLL_MS = 1000
 _WAITING_POLL_MS = 20
 _AGAIN_POLL_MS = 1
@@ -220,9 +222,7 @@ def main(address: str) -> None:
         _serve(socket)
     except Exception as error:
         if not isinstance(error, MidstreamError):
-            import traceback
-
-            traceback.print_exc()
+            _log.exception("midstream: the core ends")
         socket.send(encode(Failed(to_wire(error))))
     finally:
         socket.close()
@@ -259,7 +259,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
             try:
                 message = to_core_decoder.decode(socket.recv())
             except msgspec.DecodeError as error:  # the front end checks what it sends: say so, and serve the others
-                print(f"midstream: a message to the core was dropped: {error}", file=sys.stderr, flush=True)
+                _log.warning("midstream: a message to the core was dropped: %s", error)
                 continue
             match message:
                 case Add(request_id, prompt, params, cache_salt, priority):
@@ -314,6 +314,7 @@ def _answer(reply: Reply | Fail) -> Answer:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)  # the interpreter would wait for a grammar's compilation, which nothing can stop

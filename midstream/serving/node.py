@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
-import sys
 from collections.abc import Coroutine
 from typing import Any
 
@@ -42,6 +42,7 @@ from midstream.serving.link import (
 )
 from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
 
+_log = logging.getLogger(__name__)
 _AGAIN_S = 0.5
 
 
@@ -73,7 +74,7 @@ class Node:
                 reader, writer = await asyncio.open_connection(host, port)
                 break
             if not has_said:
-                print(f"midstream: nobody is at {host}:{port} yet; waiting", file=sys.stderr, flush=True)
+                _log.warning("midstream: nobody is at %s:%d yet; waiting", host, port)
             has_said = True
             await asyncio.sleep(_AGAIN_S)
         self._link = Link(reader, writer, to_node_decoder)
@@ -184,7 +185,7 @@ class Node:
             process = EngineProcess(self.config, rank, meeting, number, link.host)
             self._processes[key] = _Relayed(rank, self, process, self._context, key)
         except (MidstreamError, OSError) as error:
-            print(f"midstream: rank {rank} could not be started: {error}", file=sys.stderr, flush=True)
+            _log.warning("midstream: rank %d could not be started: %s", rank, error)
             link.send(Ended(key, 1))
 
     def heard(self, rank: Rank, frame: bytes) -> None:

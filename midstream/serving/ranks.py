@@ -14,11 +14,12 @@ limit (SIGUSR1: a dump on its standard error). Ends are bounded: who does not le
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Coroutine
 from typing import Any
 
@@ -50,6 +51,7 @@ from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
 from midstream.serving.request_table import RequestTable
 from midstream.serving.restart import LEAVE_S, START_TIMEOUT_S, Restart
 
+_log = logging.getLogger(__name__)
 _ASK_TIMEOUT_S = 1800.0
 """For what a rank that was started again is told: the longest of it is reading weights."""
 _SELF = "front"
@@ -318,7 +320,7 @@ class Ranks:
         try:
             self._take(rank, from_core_decoder.decode(frame))
         except Exception as error:  # nobody may wait for what was not understood
-            traceback.print_exc()
+            _log.exception("midstream: a message of rank %d was not understood", rank.index)
             self.over(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
 
     def _take(self, rank: Rank, message: FromCore) -> None:
@@ -413,7 +415,8 @@ class Ranks:
             if rank.is_over or rank.exit_code is not None or not rank.ready.done():
                 continue
             which = "silent" if rank.index in silent else "answers"
-            print(f"midstream: rank {rank.index} ({which}) is here:", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # not a log: it stands above what that rank writes
+                print(f"midstream: rank {rank.index} ({which}) is here:", file=sys.stderr, flush=True)
             rank.say_where()
             await asyncio.sleep(0.05)  # one after another
 

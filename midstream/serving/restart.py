@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+import logging
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from midstream.serving.rank import Rank
 
 if TYPE_CHECKING:
     from midstream.serving.ranks import Ranks
+
+_log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 LEAVE_S = 2.0
@@ -184,5 +186,5 @@ class Restart:
 
 
 def _tell(what: str) -> None:
-    """Whoever watches the engine's standard error."""
-    print(f"midstream: {what}", file=sys.stderr, flush=True)
+    """Whoever watches. A log that can not be written does not raise."""
+    _log.warning("midstream: %s", what)
