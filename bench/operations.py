@@ -2,9 +2,10 @@
 
     python -m bench --only operations
 
-Two engines in turn, one after the other: ``AsyncLLM`` (its core is a process of its own) and ``midstream serve``,
-called by ``HTTPClient``. 32 streams of different prompts of 64 tokens, bf16, all cores. The unit of all references is
-one decode step: the median time from one step of all 32 to the next, from the engine's step log of the same run.
+Two engines in turn, one after the other: ``AsyncLLM`` (its core is a process of its own) and ``midstream serve``, over
+bare connections: a client library's own time (httpx: 2 to 3 ms a call) is not the server's. 32 streams of different
+prompts of 64 tokens, bf16, all cores. The unit of all references is one decode step: the median time from one step of
+all 32 to the next, from the engine's step log of the same run.
 
 **pause** is ``pause_generation("keep", clear_cache=False)`` at a random moment of a step, from the call to its answer;
 the median of all is judged, the worst is a field. At most one step: the engine finishes the step in flight.
@@ -30,7 +31,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -40,14 +41,47 @@ from bench.machine import figure, measured
 from bench.step import decode_step_s
 from midstream import SamplingParams
 from midstream.serving.async_llm import AsyncLLM
-from midstream.serving.client import HTTPClient
+from midstream.types import PauseMode
 
 STREAMS, PROMPT_TOKENS, MODEL_LEN = 32, 64, 1024
 STEPS_BETWEEN = 8
 LIMIT_S = 60.0
 _QUIET_S = 0.1
 """After a pause's answer, for tokens still on their way to us; and for fresh requests to arrive."""
-Client = AsyncLLM | HTTPClient
+
+
+class Client(Protocol):
+    async def pause_generation(self, mode: PauseMode, clear_cache: bool) -> object: ...
+
+    async def resume_generation(self) -> object: ...
+
+    async def is_paused(self) -> object: ...
+
+
+class Connection:
+    """The control routes over one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def _call(self, call: str) -> bytes:
+        self._writer.write(f"{call} HTTP/1.1\r\nHost: bench\r\nContent-Length: 0\r\n\r\n".encode())
+        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        body = await self._reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r")[0]))
+        if not head.startswith(b"http/1.1 200"):
+            raise RuntimeError(f"{call}: {head!r} {body!r}")
+        return body
+
+    async def pause_generation(self, mode: PauseMode, clear_cache: bool) -> object:
+        return await self._call(f"POST /pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+
+    async def resume_generation(self) -> object:
+        return await self._call("POST /resume")
+
+    async def is_paused(self) -> object:
+        return await self._call("GET /is_paused")
+
+
 Stream = Callable[[list[int]], AsyncIterator[int]]
 """A prompt's tokens so far, whenever there are more."""
 
@@ -180,8 +214,11 @@ async def served(model: str, log: pathlib.Path, pauses: int, clears: int) -> dic
             finally:
                 writer.transport.abort()
 
-        async with HTTPClient(url) as client:
-            return await found_by(client, stream, log, pauses, clears)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        try:
+            return await found_by(Connection(reader, writer), stream, log, pauses, clears)
+        finally:
+            writer.transport.abort()
 
 
 def figures(model: str, pauses: int = 24, clears: int = 8) -> Iterator[dict[str, Any]]:

@@ -44,7 +44,7 @@ NO_TORCH = (
     "types", "config", "errors", "metrics",
     "kv.block_pool", "kv.manager",
     "engine.scheduler", "engine.protocol", "engine.vote", "engine.coordinator", "engine.merge", "check.scenarios",
-    "engine.grammar",
+    "engine.grammar", "engine.pipe",
     "weights.session", "weights.columns",
     "serving.client", "serving.router",
     "rl.types", "rl.buffer", "rl.advantage",
@@ -53,8 +53,7 @@ NO_TORCH = (
 FOREIGN_HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("ops",),
     "torch.distributed": ("parallel", "weights"),
-    "socket": ("engine.process", "serving.link", "serving.server", "weights.nccl"),
-    "zmq": ("engine.process", "serving.rank"),
+    "socket": ("engine.pipe", "engine.process", "serving.link", "serving.server", "weights.nccl"),
     "msgspec": ("engine.process", "serving.link", "serving.answers"),
     "fastapi": ("serving",),
     "starlette": ("serving",),
@@ -319,7 +318,7 @@ def test_the_import_finder_sees_every_form() -> None:
         "import torch.distributed as dist\n"
         "from . import manager\n"
         "from ..types import Request\n"
-        "def f():\n    import zmq\n"
+        "def f():\n    import httpx\n"
         "importlib.import_module('midstream.engine.core')\n"
     )
     found = {full_name(one) for one in find_imports(ast.parse(source), "kv.block_pool", is_package=False)}
@@ -328,7 +327,7 @@ def test_the_import_finder_sees_every_form() -> None:
         "torch.distributed",
         "midstream.kv.manager",
         "midstream.types.Request",
-        "zmq",
+        "httpx",
         "midstream.engine.core",
     }
     at_package = find_imports(ast.parse("from .block_pool import BlockPool"), "kv", is_package=True)

@@ -313,8 +313,6 @@ def test_the_core_killed_every_stream_and_call_is_told(model: pathlib.Path) -> N
     async def body() -> None:
         llm = AsyncLLM(str(model), **OPTIONS)
         await llm.start()
-        directory = pathlib.Path(llm._ranks[0].process.address.removeprefix("ipc://")).parent
-        assert directory.is_dir()
         tasks = [asyncio.create_task(collect(llm, [5, i], LONG, request_id=f"r{i}")) for i in range(4)]
         await asyncio.sleep(0)
         await tokens_of(llm, "r0", 2)
@@ -334,7 +332,7 @@ def test_the_core_killed_every_stream_and_call_is_told(model: pathlib.Path) -> N
                 await asyncio.wait_for(late, 2)
         await asyncio.wait_for(llm.aclose(), 5)
         await asyncio.wait_for(llm.aclose(), 5)
-        assert not directory.exists() and not llm._streams and not llm._calls
+        assert not llm._streams and not llm._calls
 
     run(body())
 
@@ -347,7 +345,7 @@ def test_close_ends_what_is_open_and_leaves_nothing(model: pathlib.Path, tmp_pat
             log.unlink(missing_ok=True)
             llm = AsyncLLM(str(model), step_log=str(log), **OPTIONS)
             await llm.start()
-            process, directory = llm._ranks[0].process, pathlib.Path(llm._ranks[0].process.address.removeprefix("ipc://")).parent
+            process = llm._ranks[0].process
             held = asyncio.create_task(collect(llm, [5, 6], LONG, request_id="held"))
             await asyncio.sleep(0)
             await tokens_of(llm, "held", 40)
@@ -358,7 +356,7 @@ def test_close_ends_what_is_open_and_leaves_nothing(model: pathlib.Path, tmp_pat
             assert time.monotonic() - start < 5
             with pytest.raises(EngineDead, match="closed"):
                 await held
-            assert process.exit_code == 0 and not directory.exists()
+            assert process.exit_code == 0
             # the log is whole: its last steps are not lost with the process
             assert len(log.read_text().splitlines()) == steps >= 40
             del llm, process, held
@@ -424,31 +422,31 @@ async def main():
     await llm.start()
     params = SamplingParams(max_tokens=480, ignore_eos=True, detokenize=False)
     async for _ in llm.generate([5, 6], params):
-        print(llm._ranks[0].process.pid, llm._ranks[0].process.address, flush=True)
+        print(llm._ranks[0].process.pid, flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())
 """
 
 
-def test_the_core_ends_when_its_parent_is_killed(model: pathlib.Path) -> None:
+def test_the_core_ends_when_its_parent_is_killed(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     root = pathlib.Path(__file__).parent.parent
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(model)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
     )
     try:
         assert parent.stdout is not None
-        pid, address = parent.stdout.readline().split()
+        pid = parent.stdout.readline()
         pidfd = os.pidfd_open(int(pid))
         parent.send_signal(signal.SIGKILL)
         parent.wait(5)
         assert select.select([pidfd], [], [], 5)[0], "the core outlived its parent"
         os.close(pidfd)
-        assert not pathlib.Path(address.removeprefix("ipc://")).parent.exists()
+        assert not list(tmp_path.iterdir())
     finally:
         parent.kill()
         parent.wait(5)
@@ -473,7 +471,7 @@ print("collected")
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_engine_that_nobody_closes_ends_when_it_is_collected(model: pathlib.Path, size: int) -> None:
-    """zmq's context waited in the garbage collector, for ever, for sockets that were collected with it."""
+    """Its sockets are collected in any order, and nothing waits in the garbage collector."""
     root = pathlib.Path(__file__).parent.parent
     command = [sys.executable, "-c", DROPPED, str(model), str(size)]
     environment = {**os.environ, "PYTHONPATH": str(root)}

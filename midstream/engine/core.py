@@ -136,6 +136,7 @@ class EngineCore:
             "save_weights": self.updates.save,
             "adopt": self.updates.adopt,
         }
+        self._signatures = {verb: inspect.signature(handler) for verb, handler in self._verbs.items()}
 
     # -- commands ----------------------------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ class EngineCore:
             handler = self._verbs.get(verb)
             if handler is None:
                 raise InvalidInput(f"unknown verb {verb!r}; the engine has {', '.join(sorted(self._verbs))}")
-            signature = inspect.signature(handler)
+            signature = self._signatures[verb]
             try:
                 signature.bind(op, **arguments)
             except TypeError as error:

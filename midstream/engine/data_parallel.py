@@ -32,7 +32,7 @@ class Lockstep:
     ``wake`` has START_DP_WAVE of a wave sent to the other ranks; it must not wait for them.
     """
 
-    def __init__(self, place: Place, timeout_s: float, wake: Callable[[int], None]) -> None:
+    def __init__(self, place: Place, timeout_s: float, wake: Callable[[int], object]) -> None:
         self.size = place.size
         self.wake = wake
         self.votes = Group("votes", place.meeting, place.rank, place.size, timeout_s, host=place.host)

@@ -1,7 +1,7 @@
 """The engine core in a process of its own: typed messages over one local socket, msgpack, never pickle.
 
 The child is a fresh interpreter, so nothing of the parent's state leaks in and no script needs an import guard. It
-ends with its parent: its standard input is a pipe whose other end only the parent holds.
+ends with its parent, who alone holds the socket's other end.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import contextlib
 import faulthandler
 import logging
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq
 
 from midstream.config import EngineConfig
+from midstream.engine.pipe import Pipe
 from midstream.engine.protocol import Fail, Reply
 from midstream.errors import InvalidInput, MidstreamError, from_wire, to_wire
 from midstream.types import RequestIncrement, SamplingParams
@@ -32,6 +33,14 @@ _log = logging.getLogger(__name__)
 _IDLE_POLL_MS = 1000
 _WAITING_POLL_MS = 20
 _AGAIN_POLL_MS = 1
+_LINGER_S = 2.0
+_ENVIRONMENT = {
+    # glibc's arena for each thread keeps holes of its own: over a hundred updates they add up to megabytes
+    "MALLOC_ARENA_MAX": "1",
+    # between two steps the front end needs a processor, and OpenMP's threads would hold all of them for 8 ms: 0.3 ms
+    "GOMP_SPINCOUNT": "10000",
+}
+"""Of the child, where its own environment does not say otherwise."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -144,7 +153,7 @@ from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 
 
 class EngineProcess:
-    """The parent's half: starts the child, owns the socket's address and the child's life."""
+    """The parent's half: starts the child, owns the socket to it and the child's life."""
 
     def __init__(
         self,
@@ -154,21 +163,22 @@ class EngineProcess:
         number: int = 0,
         host: str = "127.0.0.1",
     ) -> None:
-        # A directory of mode 0700: only this user can reach the socket.
-        self._directory = tempfile.TemporaryDirectory(prefix="midstream-", ignore_cleanup_errors=True)
-        self.address = f"ipc://{self._directory.name}/core"
         path = [p for p in sys.path if p] + [os.getcwd()]
         self.start_message = encode(Start(config, path, rank, meeting, number, host))
+        ours, self._theirs = socket.socketpair()
+        self.pipe = Pipe(ours)
         self._child: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        """Start the child; it connects to ``address`` (which the caller has bound) and waits for ``start_message``."""
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "midstream.engine.process", self.address],
-            stdin=subprocess.PIPE,
-            # glibc's arena for each thread keeps holes of its own, which add up over updates: megabytes in a hundred
-            env={"MALLOC_ARENA_MAX": "1", **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+        """Start the child, which waits for ``start_message``."""
+        end = self._theirs.fileno()
+        with self._theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "midstream.engine.process", str(end)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[end],
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
 
     @property
     def pid(self) -> int:
@@ -189,49 +199,42 @@ class EngineProcess:
         if self._child is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(1.0)
-            if self._child.stdin:
-                self._child.stdin.close()  # only now: losing its parent would end the child at once, its log unwritten
-        self._directory.cleanup()
+        self.pipe.close()  # only now: losing its parent would end the child at once, its log unwritten
 
 
-def _end_with_parent(address: str) -> None:
-    """Blocks until the parent's end of standard input closes, then ends this process, whatever it is doing."""
-    with contextlib.suppress(OSError):
-        while os.read(0, 1):
-            pass
-    path = address.removeprefix("ipc://")
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(path))
+def _end_with_parent(end: int) -> None:
+    """Blocks until the parent's end of the socket is closed, then ends this process, whatever it is doing."""
+    poller = select.poll()
+    poller.register(end, select.POLLRDHUP)
+    poller.poll()
     os._exit(0)
 
 
-def main(address: str) -> None:
-    """The child. Ends on Shutdown, when the parent is gone, or after an error, which it reports first."""
+def main(end: int) -> None:
+    """The child; ``end`` is its file descriptor of the socket. Ends on Shutdown, when the parent is gone, or after an
+    error, which it reports first."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they reach the whole group: the parent ends this process in order
-    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(end,), daemon=True).start()
     sys.setswitchinterval(0.0005)  # staging must not hold up a step for Python's default 5 ms
-    context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, 2000)
-    socket.connect(address)
+    pipe = Pipe(socket.socket(fileno=end))
     try:
-        _serve(socket)
+        _serve(pipe)
     except Exception as error:
         if not isinstance(error, MidstreamError):
             _log.exception("midstream: the core ends")
-        socket.send(encode(Failed(to_wire(error))))
+        pipe.send(encode(Failed(to_wire(error))))
     finally:
-        socket.close()
-        context.term()
+        pipe.close(_LINGER_S)
 
 
-def _serve(socket: zmq.Socket[bytes]) -> None:
+def _serve(pipe: Pipe) -> None:
+    poller = select.poll()
+    poller.register(pipe, select.POLLIN)
+    while (frame := pipe.receive()) is None:
+        poller.poll()
     try:
-        start = to_core_decoder.decode(socket.recv())
+        start = to_core_decoder.decode(frame)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"an engine option has a wrong type: {error}") from error
     assert isinstance(start, Start)
@@ -247,17 +250,15 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
     group = None
     if start.meeting is not None:
         place = Place(start.rank, start.config.data_parallel_size, start.meeting, start.host)
-        group = Lockstep(place, start.config.dp_timeout_s, lambda wave: socket.send(encode(Wake(wave))))
+        group = Lockstep(place, start.config.dp_timeout_s, lambda wave: pipe.send(encode(Wake(wave))))
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     core = EngineCore(start.config, lambda: os.eventfd_write(wake, 1), group, start.rank, start.number)
-    socket.send(encode(Ready(core.status())))
-    poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
-    poller.register(wake, zmq.POLLIN)
-    while True:
-        while socket.poll(0):
+    pipe.send(encode(Ready(core.status())))
+    poller.register(wake, select.POLLIN)
+    while not pipe.is_over:
+        while (frame := pipe.receive()) is not None:
             try:
-                message = to_core_decoder.decode(socket.recv())
+                message = to_core_decoder.decode(frame)
             except msgspec.DecodeError as error:  # the front end checks what it sends: say so, and serve the others
                 _log.warning("midstream: a message to the core was dropped: %s", error)
                 continue
@@ -281,29 +282,31 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
                     core.close()
                     return
         if group is not None:
-            _tell(socket, core)  # what an abort ended, say: a vote may wait for a rank that hangs
+            _tell(pipe, core)  # what an abort ended, say: a vote may wait for a rank that hangs
         ran = core.step()
-        _tell(socket, core)
+        _tell(pipe, core)
         if core.is_over:
             core.close()
             return
-        if not ran and core.has_work:
-            if group is not None:
-                socket.poll(_AGAIN_POLL_MS)  # a vote that did not agree: another message is on its way
-        elif not ran:
-            for ready, _ in poller.poll(_WAITING_POLL_MS if core.is_waiting else _IDLE_POLL_MS):
-                if ready == wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(wake)
+        if ran or (core.has_work and group is None):
+            continue
+        limit_ms = _WAITING_POLL_MS if core.is_waiting else _IDLE_POLL_MS
+        if core.has_work:
+            limit_ms = _AGAIN_POLL_MS  # a vote that did not agree: another message is on its way
+        poller.modify(pipe, select.POLLIN if pipe.flush() else select.POLLIN | select.POLLOUT)
+        if any(ready == wake for ready, _ in poller.poll(limit_ms)):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(wake)
+    core.close()
 
 
-def _tell(socket: zmq.Socket[bytes], core: EngineCore) -> None:
+def _tell(pipe: Pipe, core: EngineCore) -> None:
     """What is new, in one message."""
     outputs = core.take_outputs()
     if outputs.increments or outputs.failed or outputs.replies or outputs.prepared or outputs.due is not None:
         refused = [(request_id, to_wire(error)) for request_id, error in outputs.failed]
         answers = [_answer(reply) for reply in outputs.replies]
-        socket.send(encode(Outputs(outputs.increments, answers, refused, outputs.prepared, outputs.due)))
+        pipe.send(encode(Outputs(outputs.increments, answers, refused, outputs.prepared, outputs.due)))
 
 
 def _answer(reply: Reply | Fail) -> Answer:
@@ -313,7 +316,7 @@ def _answer(reply: Reply | Fail) -> Answer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from midstream.config import EngineConfig
@@ -27,11 +30,14 @@ from midstream.serving.restart import START_TIMEOUT_S
 from midstream.serving.text import Text
 from midstream.types import KVPolicy, PauseMode, RequestIncrement, RequestOutput, SamplingParams
 
+_log = logging.getLogger(__name__)
 _VERB_TIMEOUT_S = 120.0
 _TRANSFER_TIMEOUT_S = 1800.0
 """For bytes on their way; the engine itself gives up much earlier on a trainer that has gone silent."""
 _PAUSE_TIMEOUT_S = 15.0
 """For calls that end within 5 s plus the step in flight."""
+_AT_ONCE = 4
+"""Increments between two looks at what else is to be done."""
 
 
 class _Stream:
@@ -73,7 +79,13 @@ class AsyncLLM:
         self.config = located(EngineConfig.from_options({"model": model, **options}))
         self.text = Text(self.config.tokenizer or self.config.model)
         self._ranks: Ranks | Node | None = None
-        self._front = Front(self._take, self._answered, self._fail_all)
+        self._front = Front(
+            self._take,
+            lambda op, result: self._in_order(partial(self._answered, op, result)),
+            lambda error: self._in_order(partial(self._fail_all, error)),
+        )
+        self._unheard: deque[Callable[[], None]] = deque()
+        """What the engine has said, and nobody here has heard."""
         self._streams: dict[str, _Stream] = {}
         self._leaving: dict[str, _Stream] = {}
         """Streams whose reader has left, until the core has said the last word on them."""
@@ -93,6 +105,8 @@ class AsyncLLM:
         if self._started is None:
             self._ranks = (Ranks if self.config.owns_engine else Node)(self.config, self._front)
             self._started = asyncio.get_running_loop().create_task(self._ranks.start())
+        elif self._is_started:
+            return self._started.result()
         try:
             return await asyncio.wait_for(asyncio.shield(self._started), timeout_s)
         except MidstreamError as error:
@@ -106,6 +120,11 @@ class AsyncLLM:
         except TimeoutError as error:
             await self.aclose()
             raise TimedOut(f"the engine did not start within {timeout_s} s") from error
+
+    @property
+    def _is_started(self) -> bool:
+        task = self._started
+        return task is not None and task.done() and not task.cancelled() and task.exception() is None
 
     async def aclose(self) -> None:
         """Shut the core down: every open stream ends with EngineDead. Bounded; may be called twice."""
@@ -368,7 +387,29 @@ class AsyncLLM:
             raise self._dead
 
     def _take(self, increments: list[RequestIncrement], refused: list[tuple[str, dict[str, Any]]]) -> None:
-        """What is new of our requests, and which of them are over with an error."""
+        """What is new of our requests, and which of them are over with an error. In parts: whoever waits for one of the
+        first has its token before the texts of the others are made."""
+        parts = (increments[i : i + _AT_ONCE] for i in range(0, len(increments), _AT_ONCE))
+        self._in_order(*(partial(self._grow, part) for part in parts), partial(self._refuse, refused))
+
+    def _in_order(self, *news: Callable[[], None]) -> None:
+        """All that the engine says takes effect in the order in which it said it; the first at once."""
+        is_under_way = bool(self._unheard)
+        self._unheard += news
+        if not is_under_way:
+            self._hear()
+
+    def _hear(self) -> None:
+        try:
+            self._unheard[0]()
+        except Exception as error:  # nobody may wait for what was not understood
+            _log.exception("midstream: what the engine said was not understood")
+            self._fail_all(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
+        self._unheard.popleft()
+        if self._unheard:
+            asyncio.get_running_loop().call_soon(self._hear)
+
+    def _grow(self, increments: list[RequestIncrement]) -> None:
         for increment in increments:
             name = increment.parent_id
             stream = self._streams.get(name)
@@ -384,6 +425,8 @@ class AsyncLLM:
                 left.builder.add(increment)
                 if left.builder.is_over:
                     self._forget(name)
+
+    def _refuse(self, refused: list[tuple[str, dict[str, Any]]]) -> None:
         for name, error in refused:
             if (stream := self._streams.get(name)) is not None and not stream.builder.is_over:
                 stream.error = from_wire(error)

@@ -40,7 +40,7 @@ from midstream.serving.link import (
     shared_options,
     to_node_decoder,
 )
-from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
+from midstream.serving.rank import CLOSE_S, LocalRank, Rank
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 0.5
@@ -52,7 +52,6 @@ class Node:
     def __init__(self, config: EngineConfig, front: Front) -> None:
         self.config = config
         self._front = front
-        self._context = Context()
         self._link: Link[ToNode] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -94,7 +93,6 @@ class Node:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        self._context.destroy(linger=0)
 
     def _over(self, error: MidstreamError) -> None:
         if not self._welcome.done():
@@ -183,7 +181,7 @@ class Node:
             return
         try:
             process = EngineProcess(self.config, rank, meeting, number, link.host)
-            self._processes[key] = _Relayed(rank, self, process, self._context, key)
+            self._processes[key] = _Relayed(rank, self, process, key)
         except (MidstreamError, OSError) as error:
             _log.warning("midstream: rank %d could not be started: %s", rank, error)
             link.send(Ended(key, 1))
@@ -196,7 +194,6 @@ class Node:
         assert isinstance(rank, _Relayed)
 
         async def leave() -> None:
-            await asyncio.sleep(0.05)  # what it still managed to say
             self._processes.pop(rank.key, None)
             await rank.clear()
             self._send(Ended(rank.key, rank.exit_code or 0))
@@ -208,11 +205,9 @@ class Node:
 class _Relayed(LocalRank):
     """A process of this node, for the owner under ``key``."""
 
-    def __init__(
-        self, index: int, node: Node, process: EngineProcess, context: Context, key: int
-    ) -> None:
+    def __init__(self, index: int, node: Node, process: EngineProcess, key: int) -> None:
         self.key = key
-        super().__init__(index, node, process, context)
+        super().__init__(index, node, process)
 
     def say_where(self) -> None:
         """The owner asks only a rank that is ready."""

@@ -9,21 +9,10 @@ import signal
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
-import zmq
-import zmq.asyncio
-
 from midstream.engine.process import EngineProcess
 from midstream.errors import EngineDead, MidstreamError
 
 CLOSE_S = 5.0
-
-
-class Context(zmq.asyncio.Context):
-    """Of this process's sockets. One that is dropped unclosed is left alone: zmq's own would wait, inside the garbage
-    collector and for ever, for the sockets that are dropped with it."""
-
-    def __del__(self) -> None:
-        pass
 
 
 class Listener(Protocol):
@@ -98,20 +87,16 @@ class Rank(ABC):
 
 
 class LocalRank(Rank):
-    """A child of this process, and the socket to it."""
+    """A child of this process."""
 
-    def __init__(self, index: int, listener: Listener, process: EngineProcess, context: Context) -> None:
+    def __init__(self, index: int, listener: Listener, process: EngineProcess) -> None:
         super().__init__(index, listener)
         self.process = process
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(process.address)
         process.launch()
-        loop = asyncio.get_running_loop()
         self._pidfd = os.pidfd_open(process.pid)
-        loop.add_reader(self._pidfd, self._process_ended)
-        self._reader: asyncio.Task[None] | None = loop.create_task(self._read())
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._process_ended)
+        self._loop.add_reader(process.pipe, self._read)
         self.post(process.start_message)
 
     @property
@@ -119,11 +104,8 @@ class LocalRank(Rank):
         return self.process.exit_code
 
     def post(self, frame: bytes) -> None:
-        if self._socket.closed:
-            return
-        future = self._socket.send(frame)
-        if future is not None:
-            asyncio.ensure_future(future).add_done_callback(lambda done: done.cancelled() or done.exception())
+        if self._pidfd >= 0 and not self.process.pipe.send(frame):
+            self._loop.add_writer(self.process.pipe, self._write)
 
     def say_where(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -134,21 +116,27 @@ class LocalRank(Rank):
         self.process.kill()
 
     async def clear(self) -> None:
-        if self._reader is None:
+        if self._pidfd < 0:
             return
-        reader, self._reader = self._reader, None
-        asyncio.get_running_loop().remove_reader(self._pidfd)
+        for end in (self._pidfd, self.process.pipe):
+            self._loop.remove_reader(end)
+        self._loop.remove_writer(self.process.pipe)
         os.close(self._pidfd)
-        reader.cancel()
-        self._socket.close()
+        self._pidfd = -1
         self.process.clear()
-        await asyncio.gather(reader, return_exceptions=True)
 
-    async def _read(self) -> None:
-        while True:
-            self._listener.heard(self, await self._socket.recv())
+    def _read(self) -> None:
+        while (frame := self.process.pipe.receive()) is not None:
+            self._listener.heard(self, frame)
+        if self.process.pipe.is_over:
+            self._loop.remove_reader(self.process.pipe)
+
+    def _write(self) -> None:
+        if self.process.pipe.flush():
+            self._loop.remove_writer(self.process.pipe)
 
     def _process_ended(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._loop.remove_reader(self._pidfd)
+        self._read()  # its last words
         self.ended.set()
         self._listener.gone(self)

@@ -47,7 +47,7 @@ from midstream.engine.process import (
 from midstream.errors import EngineDead, MidstreamError, NotReady, RankLost, from_wire, to_wire
 from midstream.serving.head import Front, Head, RemoteRank, Result
 from midstream.serving.held import Held
-from midstream.serving.rank import CLOSE_S, Context, LocalRank, Rank
+from midstream.serving.rank import CLOSE_S, LocalRank, Rank
 from midstream.serving.request_table import RequestTable
 from midstream.serving.restart import LEAVE_S, START_TIMEOUT_S, Restart
 
@@ -74,7 +74,6 @@ class Ranks:
         self._ranks: list[Rank] = []
         self.coordinator: group.Coordinator | None = None
         """Of several ranks."""
-        self._context = Context()
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._meeting: Any = None
         """Where ranks of several nodes meet."""
@@ -166,7 +165,7 @@ class Ranks:
             assert self.head is not None
             return self.head.launch(index, meeting, number)
         process = EngineProcess(self.config, index, meeting, number, self.config.node_host)
-        return LocalRank(index, self, process, self._context)
+        return LocalRank(index, self, process)
 
     async def close(self, error: MidstreamError) -> None:
         """End every process; ``error`` is why, for who waits. Bounded; may be called twice."""
@@ -188,7 +187,6 @@ class Ranks:
         await self.end_all(CLOSE_S)
         if self._clock is not None:
             self._clock.cancel()
-        self._context.destroy(linger=0)
         if self.head is not None:
             await self.head.close(error)
 
@@ -421,15 +419,8 @@ class Ranks:
             await asyncio.sleep(0.05)  # one after another
 
     def gone(self, rank: Rank) -> None:
-        """Take what it still managed to say, then it is lost."""
-
-        async def last_words() -> None:
-            await asyncio.sleep(0.05)
-            how = "its node is gone" if rank.exit_code is None else f"its process ended (exit code {rank.exit_code})"
-            self._lost(rank, EngineDead(how))
-
-        if not rank.is_over:
-            self.begin(last_words())
+        how = "its node is gone" if rank.exit_code is None else f"its process ended (exit code {rank.exit_code})"
+        self._lost(rank, EngineDead(how))
 
     def _lost(self, rank: Rank, error: MidstreamError) -> None:
         """A rank is gone, is silent, or has said that it goes."""

@@ -225,6 +225,7 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
   const int64_t count = int64_t(jobs.size()) * K;
   const int chunk = S < CHUNK ? CHUNK / S : 1;  // blocks; fixed, so a row's sums begin and end at the same positions
   std::atomic<int64_t> taken{0};
+  Meeting end;
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
   {
     const size_t rows = size_t(most) * G, scratch = size_t(MAX_ROWS) * chunk * S;
@@ -255,6 +256,7 @@ void paged_attention(T* out, const T* q, const T* k, const T* v, const int32_t* 
       for (int r = 0; r < n; ++r)
         for (int f = 0; f < F; f += L) store(out + place(r) + f, load(&sums[size_t(r) * F + f]) / states[r].total);
     }
+    end.wait();
   }
 }
 

@@ -2,10 +2,36 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include <atomic>
 #include <cstdint>
 
 namespace {
+
+// Where the threads of a region wait for its last one, who may have been interrupted: ready, not asleep, for as long as
+// it can take others to have had their turn. The runtime's own wait comes after it, and between two steps, when somebody
+// else can use the processor; so that one may be short (GOMP_SPINCOUNT) and this one may not.
+class Meeting {
+ public:
+  void wait() {
+    const int all = omp_get_num_threads();
+    here.fetch_add(1);
+    for (int i = 0; i < TURNS && here.load() < all; ++i) pause();
+  }
+
+ private:
+  static constexpr int TURNS = 300000;  // of 10 to 30 ns, and never for ever: there may be more threads than processors
+  std::atomic<int> here{0};
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+};
 
 // One thread's part of the jobs [0, count): ``run`` neighbours at a time, by whichever thread is free.
 //     for (Turn turn(taken, count, run); turn.job < count; turn.advance())

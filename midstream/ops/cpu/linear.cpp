@@ -74,12 +74,16 @@ template <typename T>
 void linear(T* out, const T* x, const T* weight, int64_t rows, int64_t N, int K, int threads) {
   const int64_t panels = (N + WIDTH - 1) / WIDTH, parts = (rows + TOGETHER - 1) / TOGETHER, jobs = parts * panels;
   std::atomic<int64_t> taken{0};
+  Meeting end;
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * N * K >= 16 * GRAIN)
-  for (Turn turn(taken, jobs, 1); turn.job < jobs; turn.advance()) {
-    const int64_t first = turn.job / panels * TOGETHER, at = turn.job % panels * WIDTH;
-    const int64_t count = rows - first < TOGETHER ? rows - first : TOGETHER;
-    blocks<T>(out + first * N + at, N, x + first * K, weight + at * K, K, int(N - at < WIDTH ? N - at : WIDTH), count,
-              turn.next < jobs ? weight + turn.next % panels * WIDTH * K : nullptr);
+  {
+    for (Turn turn(taken, jobs, 1); turn.job < jobs; turn.advance()) {
+      const int64_t first = turn.job / panels * TOGETHER, at = turn.job % panels * WIDTH;
+      const int64_t count = rows - first < TOGETHER ? rows - first : TOGETHER;
+      blocks<T>(out + first * N + at, N, x + first * K, weight + at * K, K, int(N - at < WIDTH ? N - at : WIDTH), count,
+                turn.next < jobs ? weight + turn.next % panels * WIDTH * K : nullptr);
+    }
+    end.wait();
   }
 }
 
