@@ -22,14 +22,17 @@ MODEL = pathlib.Path(midstream.__file__).parent / "rl" / "models" / "reverse"
 STEPS = 100
 
 
-def decode_step_s(log: pathlib.Path, running: int) -> float:
+def decode_step_s(log: pathlib.Path, running: int, near: float | None = None) -> float:
     """From an engine's step log: the median time from one decode step of ``running`` requests to the next. Unlike the
-    length of a step's forward, that is what a token costs."""
+    length of a step's forward, that is what a token costs. ``near``: of the eight before this time and the eight after
+    it alone."""
     steps = [line for line in read_lines(log) if line["event"] == "step"]
     is_decode = [step["running"] == step["tokens"] == running and not step["reprefill"] for step in steps]
-    gaps = [b["t0"] - a["t0"] for a, b, one, two in zip(steps, steps[1:], is_decode, is_decode[1:], strict=False)
-            if one and two]  # fmt: skip
-    return median(gaps)
+    gaps = [(b["t0"], b["t0"] - a["t0"]) for a, b, one, two in zip(steps, steps[1:], is_decode, is_decode[1:],
+            strict=False) if one and two]  # fmt: skip
+    if near is not None:
+        gaps = [gap for gap in gaps if gap[0] < near][-8:] + [gap for gap in gaps if gap[0] >= near][:8]
+    return median(gap for _, gap in gaps)
 
 
 def figures() -> Iterator[dict[str, Any]]:

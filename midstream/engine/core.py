@@ -105,6 +105,8 @@ class EngineCore:
         self._once_paused: dict[Any, Callable[[], None]] = {}
         self._is_checked = True
         self._log = _open_log(config.step_log)
+        self._last_step: dict[str, Any] | None = None
+        """Not in the log so far: what it made is sent before."""
         session = UpdateSession(self.worker.params, self.worker.tied, config.update_lease_s, digests, self.worker.fused)
         self.updates = WeightUpdates(self, session)
         self.pauses = Pauses(self)
@@ -269,6 +271,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """One turn: settle what is due between two steps, then run one step if there is one. True if a step ran."""
+        self.record()
         self.worker.settle()
         self._settle_grammars()
         if self._lockstep is not None:
@@ -343,15 +346,15 @@ class EngineCore:
         self._report(self.scheduler.update(plan, result))
         self.num_steps += 1
         if self._log:
-            self.record(
-                event="step",
-                t0=start,
-                t1=time.monotonic(),
-                running=len(plan.requests),
-                tokens=plan.num_tokens,
-                reprefill=plan.num_reprefilled_tokens,
-                version=self.scheduler.version.number,
-            )
+            self._last_step = {
+                "event": "step",
+                "t0": start,
+                "t1": time.monotonic(),
+                "running": len(plan.requests),
+                "tokens": plan.num_tokens,
+                "reprefill": plan.num_reprefilled_tokens,
+                "version": self.scheduler.version.number,
+            }
         return True
 
     def take_outputs(self) -> CoreOutputs:
@@ -364,6 +367,7 @@ class EngineCore:
         self.abort(None)
         self.grammars.close()
         self.worker.close()
+        self.record()
         if self._log:
             self._log.close()
             self._log = None
@@ -507,9 +511,11 @@ class EngineCore:
         return f"no (engine and trainer differ in {gap})" if gap else "yes"
 
     def record(self, **entry: Any) -> None:
-        if self._log:
+        """To the step log, after the step before it."""
+        entries, self._last_step = [line for line in (self._last_step, entry) if line], None
+        if self._log and entries:
             with contextlib.suppress(OSError):  # a full disk must not stop the engine
-                self._log.write(json.dumps(entry | {"rank": self.rank}) + "\n")
+                self._log.writelines(json.dumps(line | {"rank": self.rank}) + "\n" for line in entries)
 
 
 def _open_log(path: str | None) -> IO[str] | None:

@@ -37,8 +37,8 @@ _LINGER_S = 2.0
 _ENVIRONMENT = {
     # glibc's arena for each thread keeps holes of its own: over a hundred updates they add up to megabytes
     "MALLOC_ARENA_MAX": "1",
-    # between two steps the front end needs a processor, and OpenMP's threads would hold all of them for 8 ms: 0.3 ms
-    "GOMP_SPINCOUNT": "10000",
+    # between two steps the front end needs a processor, which OpenMP's threads would hold for 8 ms: 0.1 ms
+    "GOMP_SPINCOUNT": "5000",
 }
 """Of the child, where its own environment does not say otherwise."""
 

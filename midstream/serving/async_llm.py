@@ -387,16 +387,17 @@ class AsyncLLM:
             raise self._dead
 
     def _take(self, increments: list[RequestIncrement], refused: list[tuple[str, dict[str, Any]]]) -> None:
-        """What is new of our requests, and which of them are over with an error. In parts: whoever waits for one of the
-        first has its token before the texts of the others are made."""
-        parts = (increments[i : i + _AT_ONCE] for i in range(0, len(increments), _AT_ONCE))
-        self._in_order(*(partial(self._grow, part) for part in parts), partial(self._refuse, refused))
+        """What is new of our requests, and which of them are over with an error. In parts: whoever waits for the first
+        has its token before the texts of the others are made."""
+        ends = range(1, len(increments) + _AT_ONCE, _AT_ONCE) if increments else ()
+        parts = [partial(self._grow, increments[max(end - _AT_ONCE, 0) : end]) for end in ends]
+        self._in_order(*parts, *([partial(self._refuse, refused)] if refused else []))
 
     def _in_order(self, *news: Callable[[], None]) -> None:
         """All that the engine says takes effect in the order in which it said it; the first at once."""
         is_under_way = bool(self._unheard)
         self._unheard += news
-        if not is_under_way:
+        if self._unheard and not is_under_way:
             self._hear()
 
     def _hear(self) -> None:

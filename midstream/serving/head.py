@@ -182,9 +182,12 @@ class Head:
 
     async def wait_for_ranks(self, ranks: Iterable[int] | None = None) -> None:
         """Until these (None: all that are launched elsewhere) are offered. Without a limit: people start nodes, and
-        ranks that meet wait for each other much less long."""
+        ranks that meet wait for each other much less long. An engine that is being closed waits for nobody: of who
+        waits here a cancellation may have been lost before, in wait_for."""
         wanted = self._elsewhere if ranks is None else self._elsewhere.intersection(ranks)
         while not wanted <= {rank for hello in self._links.values() for rank in hello.ranks}:
+            if self._ranks.is_closing:
+                return
             self._came.clear()
             await self._came.wait()
 
