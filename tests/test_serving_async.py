@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -37,7 +38,8 @@ from midstream.errors import (
 )
 from midstream.serving.async_llm import AsyncLLM
 from midstream.serving.llm import LLM
-from midstream.types import RequestOutput, SamplingParams
+from midstream.serving.outputs import OutputBuilder
+from midstream.types import RequestIncrement, RequestOutput, SamplingParams
 
 torch.set_num_threads(1)
 
@@ -93,6 +95,42 @@ def test_follow_tells_what_generate_yields(model: pathlib.Path) -> None:
             assert not llm._streams and not llm._leaving
 
     run(body())
+
+
+def test_a_steps_tokens_are_heard_in_parts_and_before_the_answer_that_follows_them(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    add = OutputBuilder.add
+
+    def added(self: OutputBuilder, increment: RequestIncrement) -> str | None:
+        heard.append("made")
+        return add(self, increment)
+
+    monkeypatch.setattr(OutputBuilder, "add", added)
+
+    async def read(llm: AsyncLLM, i: int) -> None:
+        async for _ in llm.generate([5, i], LONG):
+            heard.append("seen")
+
+    async def body() -> None:
+        async with engine(model, max_num_seqs=24, num_blocks=2048) as llm:
+            readers = [asyncio.create_task(read(llm, i)) for i in range(24)]
+            for _ in range(10):
+                await llm.pause_generation("keep")
+                count = heard.count("made")
+                status = await llm.status()
+                assert count == heard.count("made") == status["num_sampled_tokens"]
+                await llm.resume_generation()
+                while heard.count("made") < count + 48:
+                    await asyncio.sleep(0)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    run(body())
+    runs = [len(list(group)) for what, group in itertools.groupby(heard) if what == "made"]
+    assert len(runs) > 100 and max(runs) <= 5  # nobody reads between the one of a message and the first of the next
 
 
 def test_streams_grow_token_by_token_and_equal_the_offline_engine(model: pathlib.Path) -> None:

@@ -256,6 +256,7 @@ def _serve(pipe: Pipe) -> None:
     pipe.send(encode(Ready(core.status())))
     poller.register(wake, select.POLLIN)
     while not pipe.is_over:
+        pipe.flush()
         while (frame := pipe.receive()) is not None:
             try:
                 message = to_core_decoder.decode(frame)
