@@ -6,6 +6,8 @@ import os
 import random
 import select
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -72,6 +74,20 @@ def test_what_was_sent_before_the_end_is_received_before_it(ends: tuple[Pipe, Pi
     assert near.fileno() == -1 and not far.is_over
     assert far.receive() == b"last words" and far.receive() is None and far.is_over
     assert far.send(b"nobody hears") and near.send(b"closed") and near.receive() is None and near.is_over
+
+
+def test_to_send_to_an_end_that_is_gone_is_no_signal() -> None:
+    """Also where SIGPIPE is not ignored, as Python does."""
+    code = """
+import signal, socket
+from midstream.engine.pipe import Pipe
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+one, other = socket.socketpair()
+other.close()
+print(Pipe(one).send(b"nobody hears"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done
 
 
 def test_a_message_that_was_cut_off_is_none(ends: tuple[Pipe, Pipe]) -> None:

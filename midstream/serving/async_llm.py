@@ -405,10 +405,11 @@ class AsyncLLM:
             self._unheard[0]()
         except Exception as error:  # nobody may wait for what was not understood
             _log.exception("midstream: what the engine said was not understood")
-            self._fail_all(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
-        self._unheard.popleft()
-        if self._unheard:
-            asyncio.get_running_loop().call_soon(self._hear)
+            self._engine.over(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
+        finally:  # also where the reader of a stream is interrupted: the loop may be run again
+            self._unheard.popleft()
+            if self._unheard:
+                asyncio.get_running_loop().call_soon(self._hear)
 
     def _grow(self, increments: list[RequestIncrement]) -> None:
         for increment in increments:

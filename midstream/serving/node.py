@@ -94,7 +94,7 @@ class Node:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
 
-    def _over(self, error: MidstreamError) -> None:
+    def over(self, error: MidstreamError) -> None:
         if not self._welcome.done():
             self._welcome.set_exception(error)
             self._welcome.exception()  # seen: nobody may wait for it any more
@@ -145,9 +145,9 @@ class Node:
         try:
             while (message := await link.receive()) is not None:
                 self._take(link, message)
-            self._over(EngineDead(f"the engine at {where} is gone"))
+            self.over(EngineDead(f"the engine at {where} is gone"))
         except Exception as error:  # nobody may wait for a reader that is gone
-            self._over(EngineDead(f"the link to the engine at {where} failed: {type(error).__name__}: {error}"))
+            self.over(EngineDead(f"the link to the engine at {where} failed: {type(error).__name__}: {error}"))
 
     def _take(self, link: Link[ToNode], message: ToNode) -> None:
         match message:
@@ -172,7 +172,7 @@ class Node:
             case Serving(why):
                 self._not_ready = None if why is None else from_wire(why)
             case Refused(error) | Over(error):
-                self._over(from_wire(error))
+                self.over(from_wire(error))
 
     # -- the processes of this node --------------------------------------------------------------------------------
 
