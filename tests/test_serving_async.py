@@ -14,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -397,6 +396,7 @@ def test_bad_input_is_one_clear_error_and_the_others_go_on(model: pathlib.Path) 
 
 def test_the_core_killed_every_stream_and_call_is_told(model: pathlib.Path) -> None:
     async def body() -> None:
+        fds = len(os.listdir("/proc/self/fd"))
         llm = AsyncLLM(str(model), **OPTIONS)
         await llm.start()
         tasks = [asyncio.create_task(collect(llm, [5, i], LONG, request_id=f"r{i}")) for i in range(4)]
@@ -418,7 +418,7 @@ def test_the_core_killed_every_stream_and_call_is_told(model: pathlib.Path) -> N
                 await asyncio.wait_for(late, 2)
         await asyncio.wait_for(llm.aclose(), 5)
         await asyncio.wait_for(llm.aclose(), 5)
-        assert not llm._streams and not llm._calls
+        assert not llm._streams and not llm._calls and len(os.listdir("/proc/self/fd")) == fds
 
     run(body())
 
@@ -451,11 +451,7 @@ def test_close_ends_what_is_open_and_leaves_nothing(model: pathlib.Path, tmp_pat
     run(body())
 
 
-def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "sockets"))  # other engines make directories of their own
-    (tmp_path / "sockets").mkdir()
+def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
     (tmp_path / "empty").mkdir()
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -477,9 +473,11 @@ def test_a_start_that_fails_raises_its_own_error_and_leaves_nothing(
         with pytest.raises(ModelLoadError, match=match):
             LLM(str(path))
     run(body(bare, "has no \\*.safetensors"))
+    fds = len(os.listdir("/proc/self/fd"))
     good = write_checkpoint(tmp_path / "good", "llama", 0, **TINY)
     run(body(good, "unknown WeightTransferEngine 'pigeon'", weight_transfer_backend="pigeon"))
-    assert list((tmp_path / "sockets").iterdir()) == []
+    run(body(bare, "has no \\*.safetensors"))
+    assert len(os.listdir("/proc/self/fd")) == fds
     for options in ({"colour": 1}, {"num_blocks": 0}, {"dtype": "int3"}):
         with pytest.raises(InvalidInput):
             AsyncLLM(str(good), **options)

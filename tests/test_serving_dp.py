@@ -34,8 +34,8 @@ BOUND_S = 6.0
 
 
 @pytest.fixture
-def sockets(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where this test's engines have their sockets and meetings: nothing may be left there."""
+def meetings(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where this test's engines meet, and hand weights on: nothing may be left there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "s"))
     (tmp_path / "s").mkdir()
     return tmp_path / "s"
@@ -364,7 +364,7 @@ async def bring(llm: AsyncLLM, state: str, models: list[pathlib.Path]) -> list[a
 )
 @pytest.mark.parametrize("kind", ["lockstep", "replicas"])
 def test_a_lost_rank_ends_the_engine_for_every_client(
-    dense: list[pathlib.Path], moe: list[pathlib.Path], sockets: pathlib.Path, kind: str, number: signal.Signals
+    dense: list[pathlib.Path], moe: list[pathlib.Path], meetings: pathlib.Path, kind: str, number: signal.Signals
 ) -> None:
     models, options = (moe, LOCKSTEP) if kind == "lockstep" else (dense, REPLICAS)
     states = STATES
@@ -398,14 +398,14 @@ def test_a_lost_rank_ends_the_engine_for_every_client(
                 await asyncio.wait_for(late, 1)
         await asyncio.wait_for(llm.aclose(), 5)
         print(f"{kind} {state}: every client told after {time.monotonic() - start:.1f} s")
-        assert not list(sockets.iterdir())
+        assert not list(meetings.iterdir())
 
     for at, state in enumerate(states):
         run(body(at, state))
 
 
 def test_a_rank_lost_while_the_others_start_is_an_error_of_the_start(
-    dense: list[pathlib.Path], sockets: pathlib.Path
+    dense: list[pathlib.Path], meetings: pathlib.Path
 ) -> None:
     async def body() -> None:
         llm = AsyncLLM(str(dense[0]), **OPTIONS, **REPLICAS)
@@ -420,7 +420,7 @@ def test_a_rank_lost_while_the_others_start_is_an_error_of_the_start(
         os.kill(second.process.pid, signal.SIGCONT)
         with pytest.raises(EngineDead, match="rank 0 was lost"):
             await asyncio.wait_for(starting, 30)
-        assert not list(sockets.iterdir())
+        assert not list(meetings.iterdir())
 
     run(body())
 
@@ -463,14 +463,14 @@ def test_an_abort_is_told_also_while_another_rank_hangs(moe: list[pathlib.Path])
     run(body())
 
 
-def test_closing_with_a_rank_that_hangs_is_bounded(moe: list[pathlib.Path], sockets: pathlib.Path) -> None:
+def test_closing_with_a_rank_that_hangs_is_bounded(moe: list[pathlib.Path], meetings: pathlib.Path) -> None:
     async def body() -> None:
         llm = AsyncLLM(str(moe[0]), **OPTIONS, **LOCKSTEP)
         await llm.start()
         all_pids = pids(llm)
         os.kill(all_pids[1], signal.SIGSTOP)
         await asyncio.wait_for(llm.aclose(), 12)
-        assert not any(map(is_alive, all_pids)) and not list(sockets.iterdir())
+        assert not any(map(is_alive, all_pids)) and not list(meetings.iterdir())
 
     run(body())
 
@@ -558,7 +558,7 @@ class Unwritable(io.StringIO):
 
 def test_a_lost_replica_comes_back_while_the_other_goes_on(
     dense: list[pathlib.Path],
-    sockets: pathlib.Path,
+    meetings: pathlib.Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -588,7 +588,7 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(
             assert {at(llm, f"n{i}") for i in range(2)} == {0, 1}
             assert [look(o) for o in await asyncio.gather(*both)] == [look(straight)] * 2
             assert (await llm.pause_generation("abort"))["paused"], "it takes part in what the group agrees"
-        assert not list(sockets.iterdir())
+        assert not list(meetings.iterdir())
         said = [message for message in caplog.messages if message.startswith("midstream: ")]
         ended = f"midstream: rank {gone} was lost: its process ended (exit code -9)"
         assert said == [f"{ended}; it is started again", f"midstream: rank {gone} serves again"]
@@ -597,7 +597,7 @@ def test_a_lost_replica_comes_back_while_the_other_goes_on(
 
 
 def test_case_119_a_replica_started_again_serves_only_the_groups_weights(
-    dense: list[pathlib.Path], sockets: pathlib.Path
+    dense: list[pathlib.Path], meetings: pathlib.Path
 ) -> None:
     async def body() -> None:
         async with engine(dense[0], **REPLICAS, elastic=True) as llm:
@@ -628,7 +628,7 @@ def test_case_119_a_replica_started_again_serves_only_the_groups_weights(
             await llm.abort_weight_update()  # chunks of the one that was aborted are not expected any more
             found = await llm.update_weights({"weight_dir": str(dense[2])})
             assert found["number"] == 4, "one log, one number"
-        assert not list(sockets.iterdir())
+        assert not list(meetings.iterdir())
 
     run(body())
 
@@ -637,7 +637,7 @@ def test_case_119_a_replica_started_again_serves_only_the_groups_weights(
 def test_all_ranks_lost_start_again_whole_and_wait_for_the_current_weights(
     dense: list[pathlib.Path],
     moe: list[pathlib.Path],
-    sockets: pathlib.Path,
+    meetings: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
@@ -702,7 +702,7 @@ def test_all_ranks_lost_start_again_whole_and_wait_for_the_current_weights(
             assert (await llm.status())["state"] == "paused"
             assert await llm.resume_generation(owner="trainer") == {"was_paused": True}
             assert look(await collect(llm, [5, 6])) == after
-        assert not list(sockets.iterdir())
+        assert not list(meetings.iterdir())
 
     run(body(), 120)
 
@@ -710,7 +710,7 @@ def test_all_ranks_lost_start_again_whole_and_wait_for_the_current_weights(
 @pytest.mark.parametrize("moments", [2, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["lockstep", "replicas"])
 def test_each_rank_killed_at_random_moments(
-    dense: list[pathlib.Path], moe: list[pathlib.Path], sockets: pathlib.Path, kind: str, moments: int
+    dense: list[pathlib.Path], moe: list[pathlib.Path], meetings: pathlib.Path, kind: str, moments: int
 ) -> None:
     """Requests and calls all the time: each ends once, with its output or an error, and the service comes back."""
     models, options = (moe, LOCKSTEP) if kind == "lockstep" else (dense, REPLICAS)
@@ -760,6 +760,6 @@ def test_each_rank_killed_at_random_moments(
         times.sort()
         median = times[len(times) // 2]
         print(f"{kind}: service back in {median:.1f} s (median), {times[-1]:.1f} s at most, of {len(times)}")
-        assert not list(sockets.iterdir())
+        assert not list(meetings.iterdir())
 
     run(body(), 30 + 100 * moments)

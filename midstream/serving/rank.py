@@ -22,7 +22,7 @@ class Listener(Protocol):
         """A message of its core: see :mod:`midstream.engine.process`."""
 
     def gone(self, rank: Rank) -> None:
-        """Its process has ended; what it said before that has been heard, or is on its way."""
+        """Its process has ended, and what it said before that has been heard."""
 
 
 class Rank(ABC):
